@@ -43,7 +43,6 @@ from training import hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place
 from training.goodput import Goodput
-from training.guard import Watch
 from training.loop import Intervals, Loop
 from training.metrics import Throughput
 from training.preemption import Preempted, SignalNotice, stop_notice
@@ -249,7 +248,7 @@ def _report(
         learning_rates=jax.device_get(jax.vmap(run.schedule)(jnp.arange(last_step))),
         total_steps=last_step,
         every_steps=run.config.train.log_every_steps,
-        watch=Watch(run.config.guard.stop_after, say),
+        stop_after=run.config.guard.stop_after,
         parts=run.objective.part_names,
         held_out_parts=run.held_out.part_names,
     )

@@ -4,61 +4,48 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from training.workdir import replace_text
 
-KINDS = (
-    "setup",
-    "restore",
-    "compile",
-    "data",
-    "step",
-    "save",
-    "evaluation",
-    "lost",
-)
+KINDS = "setup", "restore", "compile", "data", "step", "save", "evaluation", "lost"
 """`lost` are steps that a later start had to make again; only `step` is progress."""
 
 TAGS = (*(f"goodput/{kind}_seconds" for kind in KINDS), "goodput/fraction")
 """TensorBoard tags: seconds of each kind, and the fraction that was progress."""
 
-RECORD_SECONDS = 15.0
 MOST_SECONDS = 1e12
 """Largest seconds and steps of a record; more are no figures of a run."""
 
 
+@dataclass
 class Goodput:
     """Divides the time of a process among KINDS; each second counts once.
 
     A record beside the checkpoints carries the sums from one start of the run to the
-    next. Times between starts, when nothing runs, are not counted.
+    next. Times between starts, when nothing runs, are not counted. The first second is
+    of `setup`.
+
+    clock: seconds, from any origin.
+    record_every_seconds: least time between two records.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        record_every_seconds: float = RECORD_SECONDS,
-    ):
-        """Starts with `setup`.
+    clock: Callable[[], float] = time.monotonic
+    record_every_seconds: float = 15.0
 
-        Args:
-          clock: seconds, from any origin.
-          record_every_seconds: least time between two records.
-        """
+    def __post_init__(self) -> None:
         self.seconds = dict.fromkeys(KINDS, 0.0)
-        self._clock = clock
-        self._every = record_every_seconds
-        self._kind, self._since = "setup", clock()
+        self._kind, self._since = "setup", self.clock()
         self._record: Path | None = None
-        self._recorded = -record_every_seconds
+        self._recorded = -self.record_every_seconds
         self._steps = 0
         self._earlier = 0.0  # seconds of steps at earlier starts
 
     def switch(self, kind: str) -> str:
         """Counts the time from now on as `kind`; gives the kind before."""
-        now = self._clock()
+        now = self.clock()
         self.seconds[self._kind] += now - self._since
         before, self._kind, self._since = self._kind, kind, now
         return before
@@ -104,8 +91,8 @@ class Goodput:
     def step(self, step: int) -> None:
         """Counts a step, and records now and then how far the run is."""
         self._steps += 1
-        now = self._clock()
-        if self._record is None or now - self._recorded < self._every:
+        now = self.clock()
+        if self._record is None or now - self._recorded < self.record_every_seconds:
             return
         self._recorded = now
         self.record(step)
@@ -148,9 +135,8 @@ def _read(record: Path) -> dict[str, Any]:
         values = json.loads(record.read_bytes())
         seconds = {kind: values["seconds"][kind] for kind in KINDS}
         numbers = [*seconds.values(), values["step"], values["seconds_per_step"]]
-        is_time = all(0 <= x < MOST_SECONDS for x in numbers)
+        if not all(0 <= x < MOST_SECONDS for x in numbers):
+            raise ValueError("a time out of range")
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"it is no record ({type(error).__name__})") from error
-    if not is_time:
-        raise ValueError("it holds what no time can be")
+        raise ValueError(f"it is not a record ({error!r})") from error
     return values | {"seconds": seconds}

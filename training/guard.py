@@ -104,34 +104,28 @@ class BadSteps(FloatingPointError):
     """A run that makes no progress: too many updates skipped, or faulty hardware."""
 
 
-class Watch:
-    """Reads each step's metrics: logs skipped updates, and ends hopeless runs.
+def check_skipped(
+    step: int,
+    metrics: Mapping[str, float],
+    stop_after: int,
+    say: Callable[[str], None],
+) -> None:
+    """Logs a step whose update was skipped, by its metrics.
 
-    Args:
-      stop_after: see `GuardSettings`.
-      say: logs a line.
+    Raises:
+      BadSteps: `stop_after` updates in a row were skipped.
     """
-
-    def __init__(self, stop_after: int, say: Callable[[str], None]):
-        self.stop_after, self._say = stop_after, say
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes a step's metrics, as numbers.
-
-        Raises:
-          BadSteps: `stop_after` updates in a row were skipped.
-        """
-        in_row = int(metrics["skipped_in_row"])
-        if not in_row:
-            return
-        what = outcome(step, metrics)
-        if in_row >= self.stop_after:
-            raise BadSteps(
-                f"{what}, and {in_row} skipped updates in a row: lower "
-                "config.optimizer.peak_lr, look at the data of these steps, or raise "
-                "config.guard.stop_after"
-            )
-        self._say(f"WARNING: {what}: no update ({in_row} in a row)")
+    in_row = int(metrics["skipped_in_row"])
+    if not in_row:
+        return
+    what = outcome(step, metrics)
+    if in_row >= stop_after:
+        raise BadSteps(
+            f"{what}, and {in_row} skipped updates in a row: lower "
+            "config.optimizer.peak_lr, look at the data of these steps, or raise "
+            "config.guard.stop_after"
+        )
+    say(f"WARNING: {what}: no update ({in_row} in a row)")
 
 
 def outcome(step: int, metrics: Mapping[str, float]) -> str:

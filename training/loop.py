@@ -145,7 +145,7 @@ class Loop:
         else:
             made = int(state.step) - int(state.guard.skipped_in_row)
             said = f"{error}. The state is finite, as step {made} left it"
-            last, stop_after = self.report.last, self.report.watch.stop_after
+            last, stop_after = self.report.last, self.report.stop_after
             in_row = int(last["skipped_in_row"])
             if in_row >= stop_after and not is_finite(last):
                 why = f"loss {last['loss']} after {in_row} skipped updates"

@@ -36,39 +36,24 @@ class StepWork:
     paper_flops: float
 
 
+@dataclass
 class Throughput:
     """Tokens per second and MFU between reports, without compilation and pauses.
 
     JAX runs ahead of Python, so call `report` only when the result of the last counted
     step is known (its loss has been fetched, say): the clock then measures device time.
+
+    num_devices: JAX devices of all processes.
+    peak_flops: FLOP/s of one device (`chips.Chip.peak_flops`); None for an unknown
+      chip, which then has no MFU.
+    clock: seconds, from any origin.
     """
 
-    def __init__(
-        self,
-        *,
-        num_devices: int,
-        peak_flops: float | None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Starts in the state "nothing measured yet".
+    num_devices: int
+    peak_flops: float | None
+    clock: Callable[[], float] = time.perf_counter
 
-        Args:
-          num_devices: JAX devices of all processes.
-          peak_flops: FLOP/s of one device (`chips.Chip.peak_flops`); None for an
-            unknown chip, which then has no MFU.
-          clock: seconds, from any origin.
-
-        Raises:
-          ValueError: if `num_devices` or `peak_flops` is not positive.
-        """
-        if num_devices < 1 or (peak_flops is not None and not peak_flops > 0):
-            raise ValueError(
-                f"{num_devices=} {peak_flops=}: both must be positive; an unknown chip"
-                " has the peak None"
-            )
-        self._num_devices = num_devices
-        self._peak_flops = peak_flops
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._start: float | None = None
         self._excluded_seconds = 0.0
         self._work: list[StepWork] = []
@@ -96,12 +81,12 @@ class Throughput:
         try:
             yield
         finally:
-            self._excluded_seconds += self._clock() - start
+            self._excluded_seconds += self.clock() - start
 
     def wait(self, arrays: Any) -> float:
         """Waits for arrays, and returns the clock's time then."""
         jax.block_until_ready(arrays)
-        return self._clock()
+        return self.clock()
 
     def report(self, end: float) -> dict[str, float]:
         """Returns the rates since the last report, or {} without steps.
@@ -127,10 +112,10 @@ class Throughput:
         rates = {
             "perf/step_time": seconds / len(work),
             "perf/tokens_per_second": tokens_per_second,
-            "perf/tokens_per_second_per_device": tokens_per_second / self._num_devices,
+            "perf/tokens_per_second_per_device": tokens_per_second / self.num_devices,
         }
-        if self._peak_flops is not None:
-            available = seconds * self._num_devices * self._peak_flops
+        if self.peak_flops is not None:
+            available = seconds * self.num_devices * self.peak_flops
             rates["perf/mfu"] = sum(step.model_flops for step in work) / available
             rates["perf/mfu_paper"] = sum(step.paper_flops for step in work) / available
         return rates

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from training.guard import Watch
+from training.guard import check_skipped
 from training.metrics import StepWork, Throughput, peak_bytes
 from training.sinks import Sink
 
@@ -23,7 +23,7 @@ class Report:
     learning_rates: of the updates of the whole run.
     total_steps: of the whole run.
     every_steps: between lines; the first step gets one too.
-    watch: looks at every step, and may end the run.
+    stop_after: skipped updates in a row that end the run.
     parts: names of the parts of the loss, where it has any.
     held_out_parts: names of the parts that validations report.
     """
@@ -35,7 +35,7 @@ class Report:
     learning_rates: Sequence[float]
     total_steps: int
     every_steps: int
-    watch: Watch
+    stop_after: int
     parts: Sequence[str] = ()
     held_out_parts: Sequence[str] = ()
 
@@ -71,7 +71,7 @@ class Report:
         if not self._begun or step % self.every_steps == 0 or step == self.total_steps:
             self._begun = True
             self._write(step, metrics, self.throughput.report(end.result()))
-        self.watch.step(step, metrics)
+        check_skipped(step, metrics, self.stop_after, self.say)
 
     def validation(
         self, step: int, sums: Sequence[tuple[jax.Array, jax.Array]]

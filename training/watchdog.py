@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self, TextIO
 
 HUNG = 70
@@ -19,58 +20,49 @@ _FOR_EVER = 1e9
 """Seconds; no timer takes many more."""
 
 
+@dataclass
 class Watchdog:
     """Ends the process with `HUNG`, and the stacks of its threads, when a step hangs.
 
     Use it as a context manager; there can be one in a process.
+
+    first_step_seconds: limit of what takes long once: restore, compilation, the first
+      two steps, a validation, a save. 0 for none.
+    step_seconds: limit of every other step, and no less than 10 times the longest; 0
+      for none.
+    file: takes the stacks; None for stderr.
+    clock: seconds, from any origin.
     """
 
-    def __init__(
-        self,
-        first_step_seconds: float,
-        step_seconds: float,
-        file: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """Sets the limits; 0 is no limit.
+    first_step_seconds: float
+    step_seconds: float
+    file: TextIO | None = None
+    clock: Callable[[], float] = time.monotonic
 
-        Args:
-          first_step_seconds: for what takes long once: restore, compilation, the first
-            two steps, a validation, a save.
-          step_seconds: for every other step; but no less than 10 times the longest.
-          file: takes the stacks; None for stderr.
-          clock: seconds, from any origin.
-        """
-        self._first, self._usual = first_step_seconds, step_seconds
-        self._file = file or sys.__stderr__
-        self._clock = clock
+    def __post_init__(self) -> None:
         self._begun: float | None = None
         self._longest = 0.0
-        self._timer: threading.Thread | None = None
         self._cancelled = threading.Event()
 
     def pause(self) -> None:
         """Notes that something that may take long begins."""
         self._begun = None
-        self._arm(self._first)
+        self._arm(self.first_step_seconds)
 
     def step(self) -> None:
         """Marks that a step was dispatched, and the one before it is done."""
-        now = self._clock()
+        now = self.clock()
         if self._begun is not None:
             self._longest = max(self._longest, now - self._begun)
         self._begun = now
-        usual = self._usual and max(self._usual, 10 * self._longest)
-        self._arm(usual if self._longest else self._first)
+        usual = self.step_seconds and max(self.step_seconds, 10 * self._longest)
+        self._arm(usual if self._longest else self.first_step_seconds)
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
         if 0 < seconds < _FOR_EVER:
             watched = seconds, self._cancelled
-            self._timer = threading.Thread(
-                target=self._watch, args=watched, daemon=True
-            )
-            self._timer.start()
+            threading.Thread(target=self._watch, args=watched, daemon=True).start()
 
     def _disarm(self) -> None:
         self._cancelled.set()
@@ -79,19 +71,17 @@ class Watchdog:
     def _watch(self, seconds: float, cancelled: threading.Event) -> None:
         left = seconds
         while left > 0:
-            begun = self._clock()
+            begun = self.clock()
             if cancelled.wait(min(left, _TICK)):
                 return
-            left -= min(self._clock() - begun, 2 * _TICK)
+            left -= min(self.clock() - begun, 2 * _TICK)
         self._end(seconds)
 
     def _end(self, seconds: float) -> None:
-        print(
-            f"error: nothing happened for {seconds:g} s, the run ends; its threads:",
-            file=self._file,
-            flush=True,
-        )
-        faulthandler.dump_traceback(file=self._file)
+        file = self.file or sys.__stderr__
+        said = f"error: nothing happened for {seconds:g} s, the run ends; its threads:"
+        print(said, file=file, flush=True)
+        faulthandler.dump_traceback(file=file)
         os._exit(HUNG)
 
     def __enter__(self) -> Self:

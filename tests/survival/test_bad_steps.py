@@ -152,9 +152,9 @@ def test_a_chip_that_computes_wrongly_once_ends_the_run(
 
     def corrupted(report: Any) -> None:
         if report._pending and report._pending[0] == 5:
-            step, metrics = report._pending
+            step, metrics, end = report._pending
             wrong = {"loss": np.nan, "skipped": 1.0, "skipped_in_row": 1.0}
-            report._pending = step, metrics | wrong
+            report._pending = step, metrics | wrong, end
         flush(report)
 
     monkeypatch.setattr(train.Report, "flush", corrupted)

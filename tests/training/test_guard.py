@@ -16,7 +16,7 @@ from training.guard import (
     BadSteps,
     GuardSettings,
     Replay,
-    Watch,
+    check_skipped,
     compare_replays,
     initial_guard,
     judge,
@@ -171,18 +171,17 @@ def numbers(in_row: int, loss: float = np.nan) -> dict[str, float]:
 
 def test_skipped_steps_are_told_and_too_many_in_a_row_end_the_run() -> None:
     told: list[str] = []
-    watch = Watch(3, told.append)
-    watch.step(8, numbers(0))
+    check_skipped(8, numbers(0), 3, told.append)
     assert told == []
-    watch.step(9, numbers(1))
-    watch.step(10, numbers(2, 9.25))
+    check_skipped(9, numbers(1), 3, told.append)
+    check_skipped(10, numbers(2, 9.25), 3, told.append)
     assert told == [
         "WARNING: loss nan and gradients of norm 2.5 at step 9: no update (1 in a row)",
         "WARNING: loss 9.25 and gradients of norm 2.5 at step 10: "
         "no update (2 in a row)",
     ]
     with pytest.raises(BadSteps, match="step 11, and 3 skipped updates in a row"):
-        watch.step(11, numbers(3))
+        check_skipped(11, numbers(3), 3, told.append)
 
 
 def test_replays_of_bad_data_agree_to_the_bit() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from training.digest import digests, not_finite
 from training.goodput import Goodput
-from training.guard import BadSteps, Replay, Watch, initial_guard
+from training.guard import BadSteps, Replay, initial_guard
 from training.loop import Intervals, Loop, Programs
 from training.metrics import StepWork, Throughput
 from training.profiler import Profiler
@@ -116,7 +116,7 @@ def make_loop(
         learning_rates=STEPS * [0.5],
         total_steps=STEPS,
         every_steps=1,
-        watch=Watch(3, lambda line: None),
+        stop_after=3,
     )
     return Loop(
         programs=Programs(train_step or make_train_step(), evaluate, replay),
@@ -256,7 +256,7 @@ def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
     loop = make_loop(Stop(), say=said.append, train_step=step, held_out=[1, np.nan])
     with pytest.raises(BadSteps, match=message):
         run(loop)
-    told = [line for line in said if line.startswith("WARNING")]
+    told = [line for line in said if line.startswith("WARNING: validation")]
     steps = () if broken else (3, 6, 9, 10)
     assert told == [
         f"WARNING: validation loss nan at step {step} from finite parameters"
