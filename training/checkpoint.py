@@ -26,7 +26,7 @@ from training.stored_step import (
     leaves,
     listed,
     make_meta,
-    tried_again,
+    together,
 )
 from training.workdir import make_writable
 
@@ -89,7 +89,7 @@ class Checkpoints:
         self._half_saved: set[int] = set()
         make_writable(directory)  # Orbax, where it cannot, waits for it for minutes
         self._newest = Newest(keep)
-        self._manager = tried_again(
+        self._manager = together(
             directory, lambda: open_manager(directory, self._newest, cleans=True), sleep
         )
 
@@ -113,16 +113,7 @@ class Checkpoints:
             there are steps, but all are damaged.
           OSError: if a step could not be read, several times.
         """
-        self._settle()
-        damages = []
-        for stored in self._newest_first():
-            try:
-                self._check_model(stored, stored.meta())
-                break
-            except DamagedStep as damage:
-                damages.append(damage)
-        else:
-            self._refuse(damages)
+        self._newest_good(lambda *_: None)
         self._latest_is_ours = True
 
     def records(self) -> dict[int, dict[str, Any]]:
@@ -157,26 +148,20 @@ class Checkpoints:
             if a leaf is missing, unknown, or of another shape or dtype, by name.
           OSError: if a step could not be read, several times. Nothing is moved then.
         """
-        self._settle()
-        damages = {}
-        for stored in self._newest_first():
-            try:
-                meta = stored.meta()
-                self._check_model(stored, meta)
-                stored.check_leaves(meta, abstract_state)
-                state = stored.read(abstract_state, meta)
-                break
-            except DamagedStep as damage:
-                damages[stored] = damage
-        else:
-            self._refuse(list(damages.values()))
+
+        def read(stored: StoredStep, meta: dict[str, Any]) -> tuple[Any, dict]:
+            stored.check_leaves(meta, abstract_state)
+            return stored.read(abstract_state, meta), meta
+
+        found, damages = self._newest_good(read)
+        if found is None:
             raise FileNotFoundError(
                 f"no checkpoint in {self._manager.directory}: nothing to restore"
             )
         for damaged, damage in damages.items():
             self._set_aside(damaged, "is damaged", damage)
         self._latest_is_ours = True
-        return state, meta
+        return found
 
     def save(self, step: int, state: Any, *, rotate: bool = True) -> None:
         """Starts a save of `state`; the caller may donate it as soon as this returns.
@@ -210,13 +195,9 @@ class Checkpoints:
         meta = make_meta(step, self._fingerprint, self.record, state)
         self._saving, self._newest.rotates = step, rotate
         try:
-            self._manager.save(
-                step,
-                force=True,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
-                ),
-            )
+            items = {"state": ocp.args.StandardSave(state)}
+            items |= {"meta": ocp.args.JsonSave(meta)}
+            self._manager.save(step, force=True, args=ocp.args.Composite(**items))
         except Exception as error:
             self._fail(error)
 
@@ -254,9 +235,7 @@ class Checkpoints:
         try:
             self.close()
         except OSError:
-            if (
-                kind is None
-            ):  # the error under way matters more, and this one was logged
+            if kind is None:  # an error under way matters more, and this was logged
                 raise
 
     def _settle(self) -> None:
@@ -304,14 +283,35 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             yield StoredStep(step, self._manager.directory / str(step), self._sleep)
 
-    def _refuse(self, damages: list[DamagedStep]) -> None:
-        """Raises ValueError if there is damage: a run must not start over on it."""
+    def _newest_good[T](
+        self, read: Callable[[StoredStep, dict[str, Any]], T]
+    ) -> tuple[T | None, dict[StoredStep, DamagedStep]]:
+        """Reads the newest good step, of our model; None where there is no step.
+
+        read: from a step and its meta data.
+
+        Returns:
+          Its result, and the damage of newer steps.
+
+        Raises:
+          ValueError: all steps are damaged: a run must not start over on them.
+        """
+        self._settle()
+        damages = {}
+        for stored in self._newest_first():
+            try:
+                meta = stored.meta()
+                self._check_model(stored, meta)
+                return read(stored, meta), damages
+            except DamagedStep as damage:
+                damages[stored] = damage
         if damages:
+            every = "\n  ".join(map(str, damages.values()))
             raise ValueError(
                 f"no checkpoint in {self._manager.directory} is good; repair one, or "
-                "use another workdir to start over:\n  "
-                + "\n  ".join(map(str, damages))
+                f"use another workdir to start over:\n  {every}"
             )
+        return None, damages
 
     @property
     def _damaged(self) -> Path:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-GIB = 2**30
+GIB, GB = 2**30, 10**9
 UNIT_FLOPS = 2 * 128**2
 """FLOPs of a unit of 128 x 128 in a cycle."""
 
@@ -75,29 +75,15 @@ CHIPS = (
     Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9, sparse_cores=True),
     # torchtitan's table of peaks; NVLink 3: 600 GB/s both ways. Only the SXM board: the
     # PCIe board has slower memory and no switch.
-    Chip(
-        "A100 80GB",
-        ("NVIDIA A100-SXM4-80GB",),
-        312e12,
-        80_000_000_000,
-        2039e9,
-        300e9,
-    ),
+    Chip("A100 80GB", ("NVIDIA A100-SXM4-80GB",), 312e12, 80 * GB, 2039e9, 300e9),
     # torchtitan's table of peaks; NVLink 4: 900 GB/s both ways. Not the NVL (835
     # TFLOP/s) and PCIe (756 TFLOP/s) boards, which report other kinds.
-    Chip(
-        "H100 SXM",
-        ("NVIDIA H100 80GB HBM3",),
-        989e12,
-        80_000_000_000,
-        3350e9,
-        450e9,
-    ),
+    Chip("H100 SXM", ("NVIDIA H100 80GB HBM3",), 989e12, 80 * GB, 3350e9, 450e9),
     # torchtitan's table of peaks, MLPerf system descriptions; NVLink 4.
-    Chip("H200", ("NVIDIA H200",), 989e12, 141_000_000_000, 4800e9, 450e9),
+    Chip("H200", ("NVIDIA H200",), 989e12, 141 * GB, 4800e9, 450e9),
     # torchtitan's table of peaks, ml-engineering; NVLink 5: 1800 GB/s both ways. The
     # smaller of the two memory sizes sold.
-    Chip("B200", ("NVIDIA B200",), 2250e12, 180_000_000_000, 8000e9, 900e9),
+    Chip("B200", ("NVIDIA B200",), 2250e12, 180 * GB, 8000e9, 900e9),
 )
 
 
@@ -106,7 +92,4 @@ def find(device_kind: str) -> Chip | None:
 
     Only exact names count: an unknown device has no MFU rather than a guessed one.
     """
-    for chip in CHIPS:
-        if device_kind in chip.device_kinds:
-            return chip
-    return None
+    return next((chip for chip in CHIPS if device_kind in chip.device_kinds), None)

@@ -92,10 +92,9 @@ class Goodput:
         """Counts a step, and records now and then how far the run is."""
         self._steps += 1
         now = self.clock()
-        if self._record is None or now - self._recorded < self.record_every_seconds:
-            return
-        self._recorded = now
-        self.record(step)
+        if now - self._recorded >= self.record_every_seconds:
+            self._recorded = now
+            self.record(step)
 
     def record(self, step: int) -> None:
         """Writes down how far the run is, and where its time went."""

@@ -77,9 +77,7 @@ class Weight:
         names = self.view_names
         fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
         if "scales" in fields:
-            return tuple(
-                None if i == self.block_axis else n for i, n in enumerate(names)
-            )
+            return (*names[: self.block_axis], None, *names[self.block_axis + 1 :])
         if len(shape) == len(names):
             return names
         # Adafactor's means: "v_row" has the shorter axis left, "v_col" the longer.
@@ -114,16 +112,6 @@ class LayerwiseState(NamedTuple):
     count: jax.Array
     layers: Any
     rest: Any
-
-
-class Terms(NamedTuple):
-    """What all parts of an update have in common.
-
-    factor: of the gradients, float32. is_good: whether it is made, bool.
-    """
-
-    factor: jax.Array
-    is_good: jax.Array | bool
 
 
 @dataclass(frozen=True)
@@ -178,7 +166,23 @@ class Layerwise:
         norm = global_norm(grads)
         factor = jnp.where(norm < self.clip_norm, 1, self.clip_norm / norm)
         key = jax.random.fold_in(jax.random.key(self.seed), state.count)
-        make = functools.partial(self._part, Terms(factor, is_good), key)
+
+        def make(
+            transformation: optax.GradientTransformation,
+            number: jax.Array | int,
+            grads: Any,
+            params: Any,
+            state: Any,
+        ) -> tuple[Any, Any]:
+            """Returns the new parameters and state of one layer, or of the rest."""
+            keys = jax.random.split(jax.random.fold_in(key, number))
+            grads = jax.tree.map(lambda g: factor * g, self._matrices(grads))
+            wide = self._matrices(params)
+            updates, new = transformation.update(grads, decode(state), wide)
+            wide = jax.tree.map(jnp.add, wide, updates)
+            new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
+            return chosen(is_good, new, (params, state))
+
         (layers, rest), (layer_grads, rest_grads) = _split(params), _split(grads)
         count = len(jax.tree.leaves(layers)[0]) if layers else 0
 
@@ -214,25 +218,6 @@ class Layerwise:
             return (*stacked, *(names or (None,) * len(inner)))
 
         return jax.tree_util.tree_map_with_path(of, state)
-
-    def _part(
-        self,
-        terms: Terms,
-        key: jax.Array,
-        transformation: optax.GradientTransformation,
-        number: jax.Array | int,
-        grads: Any,
-        params: Any,
-        state: Any,
-    ) -> tuple[Any, Any]:
-        """Returns the new parameters and state of one layer, or of the rest."""
-        keys = jax.random.split(jax.random.fold_in(key, number))
-        grads = jax.tree.map(lambda g: terms.factor * g, self._matrices(grads))
-        wide = self._matrices(params)
-        updates, new = transformation.update(grads, decode(state), wide)
-        wide = jax.tree.map(jnp.add, wide, updates)
-        new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
-        return chosen(terms.is_good, new, (params, state))
 
     def _matrices(self, tree: Any) -> Any:
         """Returns parameters, or what is like them, as float32 matrices."""

@@ -50,7 +50,6 @@ Stages = tuple[tuple[str, Groups | None], ...]
 MOST_SCATTERED = 4
 """Devices over all of which one collective may scatter; for more see `_stages`."""
 
-
 HOST_MEMORY = "pinned_host"
 """Kind of the memory of a host that its devices read and write."""
 
@@ -200,12 +199,8 @@ class Partition:
         """Returns the partition of an array of this shape."""
         if len(names) != len(shape):
             raise ValueError(f"{names=} do not fit {shape=}")
-        return PartitionSpec(
-            *(
-                self.mesh_axes(name, size) or None
-                for name, size in zip(names, shape, strict=True)
-            )
-        )
+        named = zip(names, shape, strict=True)
+        return PartitionSpec(*(self.mesh_axes(*axis) or None for axis in named))
 
     def sharding(self, names: Axes, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of an array of this shape."""
@@ -215,10 +210,8 @@ class Partition:
         """Returns the sharding in the memory of the devices' hosts."""
         mesh, spec = sharding.mesh, sharding.spec
         # GPUs that are not attached have no memories, so no kind of it would be kept.
-        is_aot_gpu = (
-            isinstance(mesh, Mesh) and not mesh.devices.flat[0].addressable_memories()
-        )
-        mesh = mesh.abstract_mesh if is_aot_gpu else mesh
+        if isinstance(mesh, Mesh) and not mesh.devices.flat[0].addressable_memories():
+            mesh = mesh.abstract_mesh
         return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY)
 
     def over_shards(
@@ -232,13 +225,11 @@ class Partition:
         """
 
         def call(*arrays: jax.Array) -> jax.Array:
-            specs = tuple(
-                self.spec(n, x.shape) for n, x in zip(names, arrays, strict=True)
-            )
+            named = zip(names, arrays, strict=True)
+            specs = tuple(self.spec(axes, x.shape) for axes, x in named)
             result = PartitionSpec(*(self.axes(name) or None for name in result_names))
-            return jax.shard_map(
-                function, mesh=self.mesh, in_specs=specs, out_specs=result
-            )(*arrays)
+            options = {"mesh": self.mesh, "in_specs": specs, "out_specs": result}
+            return jax.shard_map(function, **options)(*arrays)
 
         return call
 
@@ -290,9 +281,7 @@ class Partition:
 
     def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
         """Sums, inside `over_shards`, over the mesh axes of these logical axes."""
-        return jax.lax.psum(
-            x, tuple(axis for name in names for axis in self.axes(name))
-        )
+        return jax.lax.psum(x, tuple(a for name in names for a in self.axes(name)))
 
     def largest(self, x: jax.Array, name: str) -> jax.Array:
         """Takes, inside `over_shards`, the maximum over a logical axis; no gradient."""

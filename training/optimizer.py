@@ -43,12 +43,8 @@ class Storage:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        known = {
-            "moments": MOMENTS,
-            "parameters": PARAMETERS,
-            "placement": PLACEMENTS,
-        }
-        _check_names(self, known)
+        known = {"moments": MOMENTS, "parameters": PARAMETERS}
+        _check_names(self, known | {"placement": PLACEMENTS})
 
 
 @dataclass(frozen=True)

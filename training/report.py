@@ -95,18 +95,15 @@ class Report:
     def _write(
         self, step: int, metrics: dict[str, float], rates: dict[str, float]
     ) -> None:
-        learning_rate = float(self.learning_rates[step - 1])
-        rate = {"learning_rate": learning_rate}
-        self.say(console_line(step, self.total_steps, metrics | rate | rates))
+        metrics = metrics | {"learning_rate": float(self.learning_rates[step - 1])}
+        self.say(console_line(step, self.total_steps, metrics | rates))
         parts = [f"loss_{name}" for name in self.parts]
-        names = ["loss", "grad_norm", *parts]
+        names = ["loss", "grad_norm", *parts, "learning_rate"]
         points = {f"train/{name}": metrics[name] for name in names}
-        points["train/learning_rate"] = learning_rate
         points["guard/skipped"] = metrics["skipped"]
-        peak = peak_bytes()
-        if peak is not None:
+        if (peak := peak_bytes()) is not None:
             points["perf/peak_bytes"] = peak
-        self.writer.scalars(step, {**points, **rates})
+        self.writer.scalars(step, points | rates)
 
 
 def _named(part_names: Sequence[str], losses: Sequence[float]) -> dict[str, float]:

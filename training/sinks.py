@@ -107,8 +107,7 @@ class TensorBoardWriter(Sink):
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to the curve of every tag; float32 is what is kept."""
         points = [
-            Summary.Value(tag=tag, simple_value=float(value))
-            for tag, value in values.items()
+            Summary.Value(tag=t, simple_value=float(x)) for t, x in values.items()
         ]
         self._add(step, summary=Summary(value=points))
 
@@ -182,7 +181,8 @@ class JsonLines(Sink):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = self._clock()
-        points = {tag: _number(float(value)) for tag, value in values.items()}
+        numbers = {tag: float(value) for tag, value in values.items()}
+        points = {tag: x if math.isfinite(x) else None for tag, x in numbers.items()}
         self._new.append(json.dumps({"step": step, "time": now} | points) + "\n")
         if not self._is_bucket or now - self._flushed >= FLUSH_SECONDS:
             self.flush()
@@ -218,10 +218,6 @@ def _before(lines: str, first_step: int) -> Iterator[str]:
             continue
         if line.endswith("\n") and is_before:
             yield line
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class WandbSink(Sink):

@@ -102,7 +102,7 @@ def make_train_step(
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         tokens, pairs, weights = count(batch)
         loss, losses, grads = _mean_gradients(
-            _beside(frozen, loss_sum), state.params, batch, microbatches, weights
+            loss_sum, state.params, batch, frozen, microbatches, weights
         )
         norm = global_norm(grads)
         is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
@@ -133,8 +133,10 @@ def make_replay(
     """Builds `replay(params, batch, *frozen)`: a digest of its loss and gradients."""
 
     def replay(params: Any, batch: Any, *frozen: Any) -> Replay:
-        weights, loss_of = count(batch).weights, _beside(frozen, loss_sum)
-        loss, _, grads = _mean_gradients(loss_of, params, batch, microbatches, weights)
+        weights = count(batch).weights
+        loss, _, grads = _mean_gradients(
+            loss_sum, params, batch, frozen, microbatches, weights
+        )
         norm = global_norm(grads)
         return Replay(loss, norm, device_digest(grads))
 
@@ -152,15 +154,11 @@ def make_evaluate_step(
     return evaluate
 
 
-def _beside(frozen: tuple, loss_sum: LossFunction) -> LossFunction:
-    """Returns the loss of a model of which parameters are frozen."""
-    return lambda params, batch: loss_sum(params, batch, *frozen)
-
-
 def _mean_gradients(
     loss_sum: LossFunction,
     params: Any,
     batch: Any,
+    frozen: tuple,
     microbatches: int,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Any]:
@@ -169,7 +167,7 @@ def _mean_gradients(
     mean = 1 / jnp.where(weight > 0, weight, 1)
 
     def total(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        losses = loss_sum(params, batch)
+        losses = loss_sum(params, batch, *frozen)
         return mean * losses.sum(), losses
 
     def value_and_grad(params: Any, batch: Any) -> tuple[jax.Array, Any]:
@@ -190,7 +188,7 @@ def _mean_gradients(
 
     parts = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], parts)
-    losses = jax.eval_shape(loss_sum, params, first)
+    losses = jax.eval_shape(loss_sum, params, first, *frozen)
     like = losses, params
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     losses, grads = jax.lax.scan(add, zero, parts)[0]

@@ -41,14 +41,7 @@ LISTED = 8
 # What shows that a step is damaged: a part that is not there, or was read and makes no
 # sense to Python or to TensorStore. Any other error may be gone at the next attempt.
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-SENSELESS = (
-    AttributeError,
-    EOFError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+SENSELESS = AttributeError, EOFError, LookupError, RecursionError, TypeError, ValueError
 SENSELESS_STATUS = ("DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND", "OUT_OF_RANGE")
 
 
@@ -126,7 +119,7 @@ class StoredStep:
             written.
           OSError: it could not be read, several times.
         """
-        return self._together(self._read_meta)
+        return together(self, self._read_meta, self.sleep)
 
     def check_leaves(self, meta: Mapping[str, Any], abstract_state: Any) -> None:
         """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
@@ -153,7 +146,8 @@ class StoredStep:
             raise ValueError(
                 f"{self} does not fit the train state; use another workdir, or the"
                 f" model and optimizer it was saved with:\n  {listed(first)}"
-                + (f"\n  and {more} more" if more else "")
+                + f"\n  and {more} more"
+                * bool(more)
             )
 
     def read(self, abstract: Any, meta: Mapping[str, Any]) -> Any:
@@ -169,7 +163,7 @@ class StoredStep:
             the one that was saved, or holds nan or inf, as older trainers saved.
           OSError: it could not be read, several times.
         """
-        state = self._together(lambda: self._read_arrays(abstract))
+        state = together(self, lambda: self._read_arrays(abstract), self.sleep)
         saved = {name: leaf["digest"] for name, leaf in meta[LEAVES].items()}
         found = digests(state)
         wrong = [name for name, x in found.items() if saved[name] != x.bits]
@@ -181,25 +175,6 @@ class StoredStep:
         if what := not_finite(found):
             raise DamagedStep(f"{self.directory / STATE}: {what}, and was saved so")
         return state
-
-    def _together[T](self, read: Callable[[], T]) -> T:
-        """Returns `read()`, or raises on every process the kind of error that one has.
-
-        OSError comes last: what raises it is tried again after each of WAITS.
-        """
-        error: Exception | None = OSError()
-        for wait in (*WAITS, None):
-            if error is not None:
-                result, error = _attempt(read)
-            if all_agree(error is None):
-                return result
-            for kind in (DamagedStep, ValueError):
-                if not all_agree(not isinstance(error, kind)):
-                    is_ours = isinstance(error, kind)
-                    raise error if is_ours else kind(f"{self}: so says another process")
-            if wait is not None:
-                self.sleep(wait)
-        raise OSError(_unreadable(self, error)) from error
 
     @contextlib.contextmanager
     def _reading(self, item: str) -> Iterator[None]:
@@ -255,30 +230,30 @@ class StoredStep:
         return state
 
 
-def tried_again[T](what: object, act: Callable[[], T], sleep: Callable) -> T:
-    """Returns `act()`, on this process; tries again after each of WAITS.
+def together[T](place: object, read: Callable[[], T], sleep: Callable) -> T:
+    """Returns `read()`, or raises on every process the kind of error that one has.
 
-    what: that is read. sleep: waits for this many seconds.
+    OSError comes last: the read is tried again after each of WAITS.
 
-    Raises:
-      OSError: the last attempt's, with what to do.
+    place: that is read, for errors. sleep: waits for this many seconds.
     """
-    for wait in WAITS:
-        with contextlib.suppress(OSError):
-            return act()
-        sleep(wait)
-    try:
-        return act()
-    except OSError as error:
-        raise OSError(_unreadable(what, error)) from error
-
-
-def _unreadable(what: object, error: Exception | None) -> str:
-    return (
-        f"{what} cannot be read ({1 + len(WAITS)} attempts), which is no sign of "
+    error: Exception | None = OSError()
+    for wait in (*WAITS, None):
+        if error is not None:
+            result, error = _attempt(read)
+        if all_agree(error is None):
+            return result
+        for kind in (DamagedStep, ValueError):
+            if not all_agree(not isinstance(error, kind)):
+                is_ours = isinstance(error, kind)
+                raise error if is_ours else kind(f"{place}: so says another process")
+        if wait is not None:
+            sleep(wait)
+    raise OSError(
+        f"{place} cannot be read ({1 + len(WAITS)} attempts), which is no sign of "
         "damage; nothing was changed. Run the same command again when it can be: "
         f"{error or 'so says another process'}"
-    )
+    ) from error
 
 
 def _attempt[T](read: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -24,11 +24,9 @@ class Optimizer(Protocol):
 
     def cast(self, params: Any) -> Any:
         """Returns parameters in the types in which they are trained."""
-        ...
 
     def init(self, params: Any) -> Any:
         """Returns the state before the first update."""
-        ...
 
     def update(
         self, grads: Any, state: Any, params: Any, is_good: jax.Array | bool = True
@@ -37,14 +35,12 @@ class Optimizer(Protocol):
 
         grads: of the mean loss, of the parameters' types. is_good: bool scalar.
         """
-        ...
 
     def axes(self, state: Any, axes: Any) -> Any:
         """Returns the names of the axes of every leaf of a state, None for no name.
 
         state: shapes, as of `init`. axes: names of the parameters' axes.
         """
-        ...
 
 
 @dataclass(frozen=True)
