@@ -155,9 +155,7 @@ class Checkpoints:
 
         found, damages = self._newest_good(read)
         if found is None:
-            raise FileNotFoundError(
-                f"no checkpoint in {self._manager.directory}: nothing to restore"
-            )
+            raise FileNotFoundError(f"no checkpoint in {self.directory} to restore")
         for damaged, damage in damages.items():
             self._set_aside(damaged, "is damaged", damage)
         self._latest_is_ours = True
@@ -187,7 +185,7 @@ class Checkpoints:
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
-                f"{step=} is not newer than step {latest} in {self._manager.directory}:"
+                f"{step=} is not newer than step {latest} in {self.directory}:"
                 " a saved step is never overwritten; restore it, or use another workdir"
             )
         if not self._latest_is_ours:
@@ -251,7 +249,7 @@ class Checkpoints:
 
     def _fail(self, error: Exception) -> None:
         """Logs a failed save; raises OSError at the second in a row."""
-        directory, step = self._manager.directory, self._saving
+        directory, step = self.directory, self._saving
         self._saving = None
         self._half_saved.add(step)
         # It would raise late errors of this save at the next, and has struck out the
@@ -272,7 +270,7 @@ class Checkpoints:
     def _clear_half_saved(self) -> None:
         """Removes what failed saves have written under temporary names."""
         for step in self._half_saved if jax.process_index() == 0 else ():
-            for rest in self._manager.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+            for rest in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 # Of a file still open somewhere; the next run removes it.
                 with contextlib.suppress(OSError):
                     rest.rmtree()
@@ -281,7 +279,7 @@ class Checkpoints:
     def _newest_first(self) -> Iterator[StoredStep]:
         """Yields all steps; the manager makes them the same on each process."""
         for step in sorted(self._manager.all_steps(), reverse=True):
-            yield StoredStep(step, self._manager.directory / str(step), self._sleep)
+            yield StoredStep(step, self.directory / str(step), self._sleep)
 
     def _newest_good[T](
         self, read: Callable[[StoredStep, dict[str, Any]], T]
@@ -308,26 +306,25 @@ class Checkpoints:
         if damages:
             every = "\n  ".join(map(str, damages.values()))
             raise ValueError(
-                f"no checkpoint in {self._manager.directory} is good; repair one, or "
+                f"no checkpoint in {self.directory} is good; repair one, or "
                 f"use another workdir to start over:\n  {every}"
             )
         return None, damages
 
     @property
     def _damaged(self) -> Path:
-        return self._manager.directory / DAMAGED
+        return self.directory / DAMAGED
 
     def _set_aside(self, stored: StoredStep, what: str, why: object) -> None:
         """Moves a step out of the way; deletes nothing."""
-        names = [str(stored.step), *(f"{stored.step}.{n}" for n in range(1, 1000))]
-        self._say(
-            f"WARNING: step {stored.step} {what} and moves to {self._damaged}: {why}"
-        )
+        step, damaged = stored.step, self._damaged
+        self._say(f"WARNING: step {step} {what} and moves to {damaged}: {why}")
+        names = [str(step), *(f"{step}.{n}" for n in range(1, 1000))]
         if jax.process_index() == 0:
-            self._damaged.mkdir(exist_ok=True)
-            free = next(name for name in names if not (self._damaged / name).exists())
-            stored.directory.rename(self._damaged / free)
-        wait_for_all(f"set aside {stored.step}")
+            damaged.mkdir(exist_ok=True)
+            free = next(name for name in names if not (damaged / name).exists())
+            stored.directory.rename(damaged / free)
+        wait_for_all(f"set aside {step}")
         self._manager.reload()
 
     def _check_model(self, stored: StoredStep, meta: Mapping[str, Any]) -> None:

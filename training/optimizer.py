@@ -87,21 +87,20 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         _check_names(self, {"name": OPTIMIZERS})
         steps, warmup = self.total_steps, self.warmup_steps
-        finite = "a finite number of at least 0"
-        share = "from 0 to below 1"
+        peak, end, clip = self.peak_lr, self.end_lr, self.clip_norm
+        decay, epsilon, share = self.weight_decay, self.epsilon, "from 0 to below 1"
         required = {
-            f"peak_lr={self.peak_lr} must be a finite rate above 0": (
-                0 < self.peak_lr < math.inf
+            f"peak_lr={peak} must be a finite rate above 0": 0 < peak < math.inf,
+            f"end_lr={end} must be from 0 to peak_lr={peak}: a cosine falls to it": (
+                0 <= end <= peak
             ),
-            f"end_lr={self.end_lr} must be from 0 to peak_lr={self.peak_lr}: a cosine "
-            "falls to it": 0 <= self.end_lr <= self.peak_lr,
             f"total_steps={steps} must be at least 1": steps > 0,
             f"warmup_steps={warmup} total_steps={steps}: the warm-up must end before "
             "the run does; lower warmup_steps (0 is allowed) or raise total_steps": (
                 0 <= warmup < max(steps, 1)
             ),
-            f"weight_decay={self.weight_decay} must be {finite}": (
-                0 <= self.weight_decay < math.inf
+            f"weight_decay={decay} must be a finite number of at least 0": (
+                0 <= decay < math.inf
             ),
             f"beta1={self.beta1} must be {share}": 0 <= self.beta1 < 1,
             f"beta2={self.beta2} must be {share}": 0 <= self.beta2 < 1,
@@ -110,12 +109,8 @@ class OptimizerSettings:
             "whose means of rows and columns are few": (
                 self.name != "adafactor" or self.storage.moments == "float32"
             ),
-            f"epsilon={self.epsilon} must be a small number above 0": (
-                0 < self.epsilon < math.inf
-            ),
-            f"clip_norm={self.clip_norm} must be above 0; inf turns clipping off": (
-                self.clip_norm > 0
-            ),
+            f"epsilon={epsilon} must be a small number above 0": 0 < epsilon < math.inf,
+            f"clip_norm={clip} must be above 0; inf turns clipping off": clip > 0,
         }
         wrong = [message for message, is_met in required.items() if not is_met]
         if wrong:
