@@ -1,8 +1,10 @@
 """JSON lines and Weights & Biases: what is written, resumed, lost, and said."""
 
+import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,27 +77,19 @@ def test_points_that_cannot_be_written_are_kept_until_they_can(tmp_path, monkeyp
     sink = JsonLines(path, 1, said.append)
     sink.scalars(1, {"loss": 1.0})
 
-    class Full:
+    @contextlib.contextmanager
+    def full(path: Path, mode: str) -> Iterator[SimpleNamespace]:
         """A file that takes a part."""
 
-        def __init__(self, path: Path, mode: str):
-            self.file = path.open(mode)
-
-        def __enter__(self) -> "Full":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
-        def truncate(self, size: int) -> None:
-            self.file.truncate(size)
-
-        def write(self, new: bytes) -> None:
-            self.file.write(new[:9])
+        def write(new: bytes) -> None:
+            file.write(new[:9])
             raise OSError(28, "No space left on device")
 
+        with path.open(mode) as file:
+            yield SimpleNamespace(truncate=file.truncate, write=write)
+
     with monkeypatch.context() as patch:
-        patch.setattr(sinks, "open", Full, raising=False)
+        patch.setattr(sinks, "open", full, raising=False)
         for step in 2, 3:
             sink.scalars(step, {"loss": 1.0})
     (warning,) = said

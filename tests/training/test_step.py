@@ -1,4 +1,4 @@
-"""Updates and metrics of a step, with a toy model whose gradient is known."""
+"""Updates, metrics and skipped updates of a step, with a toy model."""
 
 import functools
 import re
@@ -9,16 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
 from kernels import masks
+from tests.runs import assert_equal_bits
+from tools.lib.compiled.pods import aot_pod, compile_for
+from training.guard import compare_replays
 from training.mesh import MeshShape, Partition, make_mesh
+from training.optimizer import OptimizerSettings, make_optimizer
 from training.step import (
     Counts,
     TrainState,
     count_tokens,
     initial_state,
     make_evaluate_step,
+    make_replay,
     make_train_step,
 )
 from training.update import AtOnce
@@ -218,3 +224,108 @@ def test_state_is_donated(rng):
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves((new_state, batch)))
     assert int(new_state.step) == 1
+
+
+ADAMW, _ = make_optimizer(OptimizerSettings(0.1, 0.01, 3, total_steps=20))
+
+
+@pytest.fixture(scope="module")
+def step() -> Any:
+    """A step of AdamW, which counts its updates for a schedule."""
+    return jax.jit(make_train_step(loss_sum, ADAMW))
+
+
+def first() -> TrainState:
+    return initial_state(make_params(np.random.default_rng(1)), ADAMW)
+
+
+def with_weight(weight: float, seed: int = 0) -> Batch:
+    """weight: of the first token; nan, or so much that squares overflow, is bad."""
+    batch = make_batch(np.random.default_rng(seed))
+    batch.loss_weights[0, 0] = weight
+    return batch
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])
+def test_a_bad_batch_changes_nothing_but_the_number_of_the_step(
+    step: Any, weight: float
+) -> None:
+    state, _ = step(first(), with_weight(1))
+    after, metrics = step(state, with_weight(weight))
+    assert_equal_bits(after.params, state.params)
+    assert_equal_bits(after.optimizer_state, state.optimizer_state)
+    assert int(after.step) == 2
+    assert metrics["skipped"] == metrics["skipped_in_row"] == 1
+    assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
+
+
+def test_a_run_with_a_bad_batch_ends_as_one_without_it(step: Any) -> None:
+    """The optimizer's counts, and so its schedule, do not see it."""
+    good = [with_weight(1, seed) for seed in range(6)]
+    states = []
+    for batches in (good, [*good[:3], with_weight(np.nan), *good[3:]]):
+        state = first()
+        for batch in batches:
+            state, metrics = step(state, batch)
+        states.append(state)
+    assert_equal_bits(states[0].params, states[1].params)
+    assert_equal_bits(states[0].optimizer_state, states[1].optimizer_state)
+    assert [int(state.step) for state in states] == [6, 7]
+    assert metrics["skipped"] == 1 and metrics["skipped_in_row"] == 0
+    # The loss that is no number is not remembered either.
+    np.testing.assert_array_equal(states[0].guard.losses, states[1].guard.losses)
+
+
+def test_overflowing_gradients_of_a_finite_loss_are_skipped() -> None:
+    def steep(params: Any, batch: Batch) -> jax.Array:
+        return 1e30 * jnp.square(params["table"] * 1e-20).sum() * 1e15
+
+    state = initial_state({"table": jnp.full(6, 1e20)}, ADAMW)
+    after, metrics = jax.jit(make_train_step(steep, ADAMW))(state, with_weight(1))
+    assert not np.isfinite(metrics["grad_norm"]) or not np.isfinite(metrics["loss"])
+    assert_equal_bits(after.params, state.params)
+    assert int(after.guard.skipped) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "topology", ["v4:2x2x1", pytest.param("h200:1x1x1", marks=pytest.mark.slow)]
+)
+def test_the_guard_holds_no_second_copy_of_the_parameters(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In programs for chips, beside one that skips no update."""
+    mesh = Mesh(np.array(aot_pod(topology).devices[:1]), ("chip",))
+    size = 1 << 20
+    params = {"table": jnp.zeros(size), "more": jnp.zeros(2 * size)}
+
+    def cost(params: Any, batch: Batch) -> jax.Array:
+        parts = [jnp.square(jnp.sin(x) - 1).sum() for x in params.values()]
+        return sum(parts) * batch.loss_weights.sum()
+
+    def peak() -> int:
+        state = jax.eval_shape(lambda: initial_state(params, ADAMW))
+        batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, with_weight(1)))
+        step = jax.jit(
+            make_train_step(cost, ADAMW),
+            donate_argnums=0,
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+        )
+        memory = compile_for(mesh, step, state, batch).memory_analysis()
+        assert memory.alias_size_in_bytes >= 3 * 4 * 3 * size
+        return memory.peak_memory_in_bytes
+
+    guarded = peak()
+    monkeypatch.setattr("training.step.judge", lambda guard, *_: (True, guard))
+    assert guarded < peak() + 0.1 * 4 * size
+
+
+def test_replays_of_bad_data_agree_to_the_bit() -> None:
+    replay = jax.jit(make_replay(loss_sum))
+    for weight in (1.0, np.nan, np.inf):
+        batch = with_weight(weight)
+        state = first()
+        _, metrics = jax.jit(make_train_step(loss_sum, ADAMW))(state, batch)
+        found = [replay(state.params, batch) for _ in range(2)]
+        metrics = {name: float(x) for name, x in metrics.items()}
+        assert "look at its data" in compare_replays(4, metrics, found)
