@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints.small_state import STEPS, Told, checkpoints, state
+from tests.checkpoints.small_state import STEPS, checkpoints, state
 
 
 @pytest.fixture
@@ -18,15 +18,15 @@ def swept() -> Iterator[None]:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def logged() -> list[str]:
+    return []
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps; tests must not change them."""
     directory = tmp_path_factory.mktemp("original") / "checkpoints"
-    with checkpoints(directory, Told()) as saved:
+    with checkpoints(directory) as saved:
         for step in STEPS:
             saved.save(step, state(step))
     return directory

@@ -1,4 +1,4 @@
-"""A small run's checkpoints, and what was said of them."""
+"""A small run's checkpoints, and what was logged of them."""
 
 from pathlib import Path
 from typing import Any
@@ -47,20 +47,12 @@ def abstract(tree: Any) -> Any:
     )
 
 
-class Told(list[str]):
-    """What was said."""
-
-    def __str__(self) -> str:
-        return "\n".join(self)
-
-
 def checkpoints(
-    directory: Path, told: Told, keep: int = 3, sleep: Any = None
+    directory: Path, say: Any = print, keep: int = 3, sleep: Any = None
 ) -> Checkpoints:
     """By default an error that may pass fails the test, as nothing waits for it."""
-    return Checkpoints(
-        directory, keep=keep, fingerprint=FINGERPRINT, say=told.append, sleep=sleep
-    )
+    options = {"keep": keep, "fingerprint": FINGERPRINT, "say": say, "sleep": sleep}
+    return Checkpoints(directory, **options)
 
 
 def content(directory: Path) -> dict[str, bytes]:

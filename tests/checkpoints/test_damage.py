@@ -16,7 +16,6 @@ import pytest
 from tests.checkpoints.small_state import (
     LEAVES_COROUTINES,
     STEPS,
-    Told,
     abstract,
     assert_restores,
     broken,
@@ -81,7 +80,7 @@ def save_a_nan(step: Path) -> None:
     shutil.rmtree(step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.stored_step.not_finite", lambda found: "")
-        with checkpoints(step.parent, Told()) as saved:
+        with checkpoints(step.parent) as saved:
             saved.save(int(step.name), broken(int(step.name)))
 
 
@@ -115,7 +114,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
-    directory: Path, told: Told, damage: str
+    directory: Path, logged: list[str], damage: str
 ) -> None:
     act, what = DAMAGES[damage]
     act(directory / "30")
@@ -125,43 +124,43 @@ def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
         SavedParameters(directory.parent).restore(abstract(state(0)["params"]))
     assert content(directory) == before
     before = content(directory / "30")
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory, logged.append) as saved:
         saved.check_fingerprint()
         assert_restores(saved, 20)
         assert saved.latest_step() == 20
     assert content(directory / "damaged" / "30") == before
-    (line,) = told
+    (line,) = logged
     assert line.startswith("WARNING: step 30 is damaged") and what in line
     assert f"{directory}/30" in line and f"{directory}/damaged" in line
 
 
 @pytest.mark.thorough
 def test_damaged_steps_are_out_of_the_way_of_a_run_that_makes_them_again(
-    directory: Path, told: Told
+    directory: Path, logged: list[str]
 ) -> None:
     flip_the_middle(directory / "30")
     empty_the_directory(directory / "20")
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory, logged.append) as saved:
         assert_restores(saved, 10)
         saved.save(20, state(20))
     truncate(directory / "20")
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory, logged.append) as saved:
         assert_restores(saved, 10)
     names = {path.name for path in (directory / "damaged").iterdir()}
     assert names == {"20", "20.1", "30"}
-    assert [line[:24] for line in told] == [
+    assert [line[:24] for line in logged] == [
         f"WARNING: step {n} is dama" for n in (30, 20, 20)
     ]
 
 
 @pytest.mark.quick
 def test_where_no_step_is_good_nothing_moves_and_the_run_is_refused(
-    directory: Path, told: Told
+    directory: Path,
 ) -> None:
     for step, damage in zip(STEPS, ("truncated", "no meta", "no state"), strict=True):
         DAMAGES[damage][0](directory / str(step))
     before = content(directory)
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory) as saved:
         with pytest.raises(ValueError, match="no checkpoint in .* is good") as caught:
             saved.restore(abstract(state(0)))
     lines = str(caught.value).splitlines()[1:]
@@ -171,7 +170,7 @@ def test_where_no_step_is_good_nothing_moves_and_the_run_is_refused(
 
 
 def test_no_flipped_bit_of_any_file_gives_wrong_weights(
-    directory: Path, told: Told, original: Path, rng: np.random.Generator
+    directory: Path, original: Path, rng: np.random.Generator
 ) -> None:
     """Anywhere: arrays, manifests, meta data, names and the JSON's syntax."""
     taken = []
@@ -182,7 +181,7 @@ def test_no_flipped_bit_of_any_file_gives_wrong_weights(
         shutil.copytree(original, directory)
         place, bit = int(rng.integers(file.stat().st_size)), int(rng.integers(8))
         flip(file, place, bit)
-        with checkpoints(directory, told) as saved:
+        with checkpoints(directory) as saved:
             restored, meta = saved.restore(abstract(state(0)))
         assert_equal_bits(restored, state(meta["step"]))
         taken.append(meta["step"])
@@ -192,18 +191,18 @@ def test_no_flipped_bit_of_any_file_gives_wrong_weights(
 
 @pytest.mark.thorough
 def test_steps_that_are_not_trusted_move_once_and_if_there_is_an_older_one(
-    directory: Path, told: Told
+    directory: Path, logged: list[str]
 ) -> None:
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory, logged.append) as saved:
         saved.distrust(5, "of no use")
         saved.distrust(31, "of no use")
-        assert saved.latest_step() == 30 and not told
+        assert saved.latest_step() == 30 and not logged
         saved.distrust(20, "of no use")
         assert saved.latest_step() == 10
         saved.save(20, state(20))
         saved.distrust(20, "of no use")
         assert saved.latest_step() == 20
-    assert told == [
+    assert logged == [
         f"WARNING: step {step} is not trusted and moves to {directory}/damaged: "
         "of no use"
         for step in (30, 20)
@@ -267,13 +266,13 @@ def fail(patch: pytest.MonkeyPatch, holder: Any, name: str, errors: list) -> Non
 )
 def test_what_could_not_be_read_is_tried_again_and_stays(
     directory: Path,
-    told: Told,
+    logged: list[str],
     monkeypatch: pytest.MonkeyPatch,
     handler: type,
     error: Exception,
 ) -> None:
     before, waits = content(directory), []
-    with checkpoints(directory, told, sleep=waits.append) as saved:
+    with checkpoints(directory, logged.append, sleep=waits.append) as saved:
         fail(monkeypatch, handler, "restore", 2 * [error])
         assert_restores(saved, 30)
         assert waits == [1, 4]
@@ -282,22 +281,22 @@ def test_what_could_not_be_read_is_tried_again_and_stays(
         with pytest.raises(OSError, match=said) as caught:
             saved.restore(abstract(state(0)))
     assert "\n" not in str(caught.value) and waits[2:] == [1, 4, 15]
-    assert content(directory) == before and not told
+    assert content(directory) == before and not logged
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
 def test_a_list_that_could_not_be_read_is_read_again(
-    directory: Path, told: Told, monkeypatch: pytest.MonkeyPatch, code: int
+    directory: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     waits, errors = [], 2 * [OSError(code, os.strerror(code))]
     fail(monkeypatch, Manager, "_load_checkpoint_infos", errors)
-    with checkpoints(directory, told, sleep=waits.append) as saved:
+    with checkpoints(directory, sleep=waits.append) as saved:
         assert_restores(saved, 30)
     assert not errors and waits == [1, 4]
 
 
-def test_too_many_open_files_are_waited_out(directory: Path, told: Told) -> None:
+def test_too_many_open_files_are_waited_out(directory: Path, logged: list[str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     waits = []
 
@@ -305,10 +304,10 @@ def test_too_many_open_files_are_waited_out(directory: Path, told: Told) -> None
         waits.append(seconds)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-    with checkpoints(directory, told, sleep=wait) as saved:
+    with checkpoints(directory, logged.append, sleep=wait) as saved:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
         try:
             assert_restores(saved, 30)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert waits == [1] and not told
+    assert waits == [1] and not logged

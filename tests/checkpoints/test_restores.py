@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.checkpoints.small_state import (
-    Told,
     abstract,
     assert_restores,
     checkpoints,
@@ -36,9 +35,9 @@ def shardings(num_devices: int) -> Any:
 
 
 @pytest.fixture
-def step_1(tmp_path: Path, told: Told) -> Path:
+def step_1(tmp_path: Path) -> Path:
     """A directory whose step 1 holds `state(1)` and moments of it."""
-    with checkpoints(tmp_path, told) as saved:
+    with checkpoints(tmp_path) as saved:
         saved.save(1, with_moments(state(1)))
     return tmp_path
 
@@ -47,54 +46,50 @@ def with_moments(tree: Any) -> Any:
     return tree | {"optimizer": (Moments(tree["step"], tree["params"]),)}
 
 
-def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(
-    tmp_path: Path, told: Told
-) -> None:
+def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path: Path) -> None:
     placed = jax.device_put(state(7), shardings(8))
     for step, count in enumerate((4, 2)):
-        with checkpoints(tmp_path, told) as saved:
+        with checkpoints(tmp_path) as saved:
             saved.save(step, placed)
         places = shardings(count)
         like = jax.tree.map(lambda x, s: x.update(sharding=s), abstract(placed), places)
-        with checkpoints(tmp_path, told) as saved:
+        with checkpoints(tmp_path) as saved:
             placed, _ = saved.restore(like)
         for leaf, place in zip(*map(jax.tree.leaves, (placed, places)), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
         assert_equal_bits(placed, state(7))
 
 
-def test_state_may_be_deleted_right_after_save(tmp_path: Path, told: Told) -> None:
+def test_state_may_be_deleted_right_after_save(tmp_path: Path) -> None:
     """As a step does that takes its memory."""
     placed = jax.device_put(state(0), shardings(2))
-    with checkpoints(tmp_path, told) as saved:
+    with checkpoints(tmp_path) as saved:
         saved.save(0, placed)
         for leaf in jax.tree.leaves(placed):
             leaf.delete()
         assert_restores(saved, 0)
 
 
-def test_step_zero_is_a_step_and_an_empty_directory_has_none(
-    tmp_path: Path, told: Told
-) -> None:
+def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path: Path) -> None:
     place = tmp_path / "made" / "here"
-    with checkpoints(place, told) as saved:
+    with checkpoints(place) as saved:
         assert saved.latest_step() is None
         saved.check_fingerprint()
         with pytest.raises(FileNotFoundError, match="no checkpoint in"):
             saved.restore(abstract(state(0)))
         saved.save(0, state(0))
         assert saved.latest_step() == 0
-    with checkpoints(place, told) as saved:
+    with checkpoints(place) as saved:
         assert saved.latest_step() == 0
         assert_restores(saved, 0)
 
 
 @pytest.mark.parametrize("step", [20, 30])
 def test_saved_step_is_never_overwritten_nor_an_older_one_added(
-    directory: Path, told: Told, step: int
+    directory: Path, step: int
 ) -> None:
     before = content(directory)
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory) as saved:
         with pytest.raises(ValueError, match=f"step={step} is not newer than step 30"):
             saved.save(step, state(2))
     assert content(directory) == before
@@ -133,9 +128,9 @@ def test_steps_of_another_program_are_refused_and_left_alone(tmp_path: Path) -> 
     assert_refused(tmp_path, {}, "step 3 .* not saved by this trainer")
 
 
-def test_meta_data_without_fingerprint_is_refused(step_1: Path, told: Told) -> None:
+def test_meta_data_without_fingerprint_is_refused(step_1: Path) -> None:
     (step_1 / "1" / "meta" / "metadata").write_text('{"step": 1}')
-    with checkpoints(step_1, told) as saved:
+    with checkpoints(step_1) as saved:
         with pytest.raises(ValueError, match=r"is good;[\s\S]*not saved by this tr"):
             saved.check_fingerprint()
 
@@ -158,13 +153,13 @@ MATRIX = "matrix: saved float32[64, 48], this run "
     ids=["shape", "type", "name"],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name(
-    step_1: Path, told: Told, name: str, matrix: jax.Array, differences: list[str]
+    step_1: Path, name: str, matrix: jax.Array, differences: list[str]
 ) -> None:
     """Those of a NamedTuple too, which is saved as a dict."""
     tree = state(1)
     del tree["params"]["matrix"]
     tree["params"][name] = matrix
-    with checkpoints(step_1, told) as saved:
+    with checkpoints(step_1) as saved:
         with pytest.raises(ValueError, match="does not fit the train state") as caught:
             saved.restore(abstract(with_moments(tree)))
     assert str(caught.value).splitlines()[1:] == [
@@ -174,14 +169,14 @@ def test_arrays_that_do_not_fit_are_refused_by_name(
     ]
 
 
-def test_save_cut_off_by_a_kill_is_not_a_step(directory: Path, told: Told) -> None:
+def test_save_cut_off_by_a_kill_is_not_a_step(directory: Path) -> None:
     cut_off = directory / "40.orbax-checkpoint-tmp"
     (cut_off / "state").mkdir(parents=True)
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory) as saved:
         assert saved.latest_step() == 30
         saved.save(50, state(50))
     assert not cut_off.exists()
-    with checkpoints(directory, told) as saved:
+    with checkpoints(directory) as saved:
         assert_restores(saved, 50)
 
 

@@ -15,7 +15,6 @@ from etils import epath
 
 from tests.checkpoints.small_state import (
     LEAVES_COROUTINES,
-    Told,
     assert_restores,
     broken,
     checkpoints,
@@ -42,29 +41,29 @@ def full_disk(moment: str = "rename") -> Iterator[None]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["write_text", "rename"])
 def test_a_run_goes_on_after_a_save_on_a_full_disk(
-    directory: Path, told: Told, moment: str
+    directory: Path, logged: list[str], moment: str
 ) -> None:
     before = content(directory)
-    with checkpoints(directory, told, keep=1) as saved:
+    with checkpoints(directory, logged.append, keep=1) as saved:
         with full_disk(moment):
             saved.save(40, state(40))
             settle(saved)
         # Nothing went, though only one step was to be kept.
         assert before.items() <= content(directory).items()
         assert saved.latest_step() == 30
-        assert len(told) == 1
+        assert len(logged) == 1
         parts = ["WARNING: step 40 was NOT saved", "No space left", str(directory)]
-        assert all(part in told[0] for part in [*parts, "step 30"])
+        assert all(part in logged[0] for part in [*parts, "step 30"])
         saved.save(50, state(50))
         settle(saved)
         assert saved.latest_step() == 50
         assert_restores(saved, 50)
-    assert len(told) == 1
+    assert len(logged) == 1
     # Orbax' threads of the save that failed may still be at it.
     deadline = time.monotonic() + 60
     while any("tmp" in path.name for path in directory.iterdir()):
         assert time.monotonic() < deadline
-        checkpoints(directory, told, keep=1).close()
+        checkpoints(directory, logged.append, keep=1).close()
 
 
 @pytest.mark.thorough
@@ -80,7 +79,7 @@ def test_a_run_goes_on_after_a_save_on_a_full_disk(
 )
 def test_a_second_failed_save_and_a_last_one_end_the_run(
     directory: Path,
-    told: Told,
+    logged: list[str],
     steps: tuple[int, ...],
     then: Exception | None,
     error: type[Exception],
@@ -88,17 +87,17 @@ def test_a_second_failed_save_and_a_last_one_end_the_run(
 ) -> None:
     before = content(directory)
     with full_disk(), pytest.raises(error, match=said):
-        with checkpoints(directory, told, keep=1) as saved:
+        with checkpoints(directory, logged.append, keep=1) as saved:
             for step in steps:
                 saved.save(step, state(step))
             if then:
                 raise then
     assert before.items() <= content(directory).items()
-    assert len(told) == 1 and "step 40 was NOT saved" in told[0]
+    assert len(logged) == 1 and "step 40 was NOT saved" in logged[0]
 
 
 def test_old_steps_go_only_when_the_new_one_is_there(
-    directory: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     rename = PATH.rename
@@ -107,7 +106,7 @@ def test_old_steps_go_only_when_the_new_one_is_there(
         seen.append({p.name for p in directory.iterdir()} & {"10", "20", "30"})
         return rename(path, target)
 
-    with checkpoints(directory, told, keep=1) as saved:
+    with checkpoints(directory, keep=1) as saved:
         monkeypatch.setattr(PATH, "rename", look)
         saved.save(40, state(40))
     assert seen and all(there == {"10", "20", "30"} for there in seen)
@@ -115,10 +114,8 @@ def test_old_steps_go_only_when_the_new_one_is_there(
 
 
 @pytest.mark.thorough
-def test_where_nothing_rotates_older_steps_stay_until_it_does(
-    directory: Path, told: Told
-) -> None:
-    with checkpoints(directory, told, keep=2) as saved:
+def test_where_nothing_rotates_older_steps_stay_until_it_does(directory: Path) -> None:
+    with checkpoints(directory, keep=2) as saved:
         saved.save(40, state(40), rotate=False)
         settle(saved)
         assert {path.name for path in directory.iterdir()} == {"10", "20", "30", "40"}
@@ -128,10 +125,10 @@ def test_where_nothing_rotates_older_steps_stay_until_it_does(
 
 @pytest.mark.quick
 def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(
-    directory: Path, told: Told
+    directory: Path, logged: list[str]
 ) -> None:
     before = content(directory)
-    with checkpoints(directory, told, keep=1) as saved:
+    with checkpoints(directory, logged.append, keep=1) as saved:
         for value, found in (np.nan, "1 nan"), (-np.inf, "1 inf"):
             said = f"step 40 is not saved: params.matrix holds {found}$"
             with pytest.raises(ValueError, match=said):
@@ -139,7 +136,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(
         moments = np.array([1, np.nan], np.float32)
         with pytest.raises(ValueError, match="optimizer_state.nu holds 1 nan$"):
             saved.save(40, state(40) | {"optimizer_state": {"nu": moments}})
-    assert content(directory) == before and not told
+    assert content(directory) == before and not logged
 
 
 @pytest.mark.parametrize(
@@ -164,16 +161,16 @@ def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(
     ],
 )
 def test_what_would_not_come_back_is_refused_and_not_written(
-    tmp_path: Path, told: Told, step: Any, state: Any, message: str
+    tmp_path: Path, step: Any, state: Any, message: str
 ) -> None:
-    with checkpoints(tmp_path, told) as saved:
+    with checkpoints(tmp_path) as saved:
         with pytest.raises(ValueError, match=message):
             saved.save(step, state)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_says_no_place_is_refused(tmp_path: Path, told: Told) -> None:
-    with checkpoints(tmp_path, told) as saved:
+def test_what_says_no_place_is_refused(tmp_path: Path) -> None:
+    with checkpoints(tmp_path) as saved:
         saved.save(1, {"a": ONE})
         shape = jax.ShapeDtypeStruct((3,), np.float32)
         for wanted in ({"a": shape}, {"a": np.ones(3)}, {"a": 5}, 5):
