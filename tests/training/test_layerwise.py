@@ -13,6 +13,7 @@ import pytest
 
 from tasks import state
 from tasks.state import abstract_state
+from tests.optimizer_kinds import KINDS
 from tests.runs import assert_equal_bits
 from tests.small_llama import partition_of
 from training.checkpoint import Checkpoints
@@ -48,19 +49,6 @@ MODEL = SimpleNamespace(
 MATRICES = "query", "output"
 RATE, STEPS = 4e-2, 60
 ONE, CUBE = MeshShape(), MeshShape(fsdp=2, ring=2, tensor=2)
-
-KINDS = {
-    "adamw": {},
-    "adamw-host": {"placement": "host"},
-    "adamw-bfloat16": {"moments": "bfloat16"},
-    "adamw-float8": {"moments": "float8"},
-    "adafactor": {"name": "adafactor"},
-    "muon": {"name": "muon"},
-    "muon-float8": {"name": "muon", "moments": "float8"},
-    "bfloat16": {"parameters": "bfloat16"},
-    "all": {"placement": "host_all"},
-    "least": {"moments": "float8", "parameters": "bfloat16", "placement": "host"},
-}
 
 
 def fast(*kinds: str) -> pytest.MarkDecorator:
