@@ -65,7 +65,7 @@ def over_whole(
 
     parameters: weights by name; those with no axis "embed" are whole already.
     sides: names of the axes of x and of the result.
-    summed: names of axes that results are summed over before such weights are used.
+    summed: names of axes that results are summed over before these weights are used.
     parts: what is used of some parameters; None for all of all.
     """
     weights = {n: (parts or {}).get(n, p) for n, p in parameters.items()}

@@ -98,7 +98,7 @@ class AgentConfig(DecoderConfig):
 
 
 def check_step_tokens(step_tokens: int) -> None:
-    """Raises ValueError if a step cannot be of so many tokens."""
+    """Raises ValueError if a step cannot have this number of tokens."""
     if step_tokens not in STEP_TOKENS:
         raise ValueError(f"{step_tokens=} must be 4, or 1 of a whole step")
 
@@ -262,7 +262,7 @@ def read(
 ) -> Cache:
     """Returns an empty cache filled with steps (B, S), which are over, for `act`.
 
-    steps: in layout order. count: how many of them are no padding.
+    steps: in layout order. count: of them without padding.
     attend: attention of the tokens to themselves, under `visible`.
     """
     tokens = agent.config.step_tokens

@@ -211,7 +211,7 @@ class Kept:
         return [b - a for a, b in pairwise(map(self.of_layer, _from(policy)))]
 
     def budget(self, policy: str, steps: int) -> float:
-        """Returns bytes that let layers climb so many rungs in all, with some spare."""
+        """Returns bytes that let layers climb `steps` rungs in all, and some more."""
         each = [
             size for size in self.rungs(policy) for _ in range(self.sizes.num_layers)
         ]

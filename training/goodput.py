@@ -17,7 +17,7 @@ TAGS = (*(f"goodput/{kind}_seconds" for kind in KINDS), "goodput/fraction")
 """TensorBoard tags: seconds of each kind, and the fraction that was progress."""
 
 MOST_SECONDS = 1e12
-"""Largest seconds and steps of a record; more are no figures of a run."""
+"""Largest seconds and steps of a record; larger ones are not of a run."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ def _read(record: Path) -> dict[str, Any]:
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is something else, or holds what no time can be.
+      ValueError: it is something else, or a number is out of range.
     """
     try:
         values = json.loads(record.read_bytes())

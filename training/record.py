@@ -51,7 +51,7 @@ def continued(
 
     Raises:
       ValueError: checkpoints are of several runs or of another optimizer, a setting has
-        changed that must not, or `may_change` names none.
+        changed that must not, or `may_change` names no setting.
     """
     _check_names(may_change, settings)
     runs = {step: record[RUN] for step, record in saved.items() if record}
@@ -192,8 +192,8 @@ def _check_names(may_change: Collection[str], settings: Mapping[str, Any]) -> No
     for name in may_change:
         if not any(is_named(field, [name]) for field in known):
             raise ValueError(
-                f"config.may_change={tuple(may_change)} names {name!r}, which is no "
-                "field of the config: see configs/base.py"
+                f"config.may_change={tuple(may_change)} names {name!r}, which is not "
+                "a field of the config: see configs/base.py"
             )
 
 

@@ -250,8 +250,8 @@ def together[T](place: object, read: Callable[[], T], sleep: Callable) -> T:
         if wait is not None:
             sleep(wait)
     raise OSError(
-        f"{place} cannot be read ({1 + len(WAITS)} attempts), which is no sign of "
-        "damage; nothing was changed. Run the same command again when it can be: "
+        f"{place} cannot be read ({1 + len(WAITS)} attempts), which is not a sign "
+        "of damage; nothing was changed. Run the same command again when it can be: "
         f"{error or 'so says another process'}"
     ) from error
 
