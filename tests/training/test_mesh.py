@@ -214,7 +214,9 @@ def test_largest_has_no_gradient(cube, rng):
     + [({"fsdp": 2, "ring": 4}, embed) for embed in (16, 12, 7)],
     ids=str,
 )
-def test_gathered_parameter_is_whole_and_trains_as_on_one_device(sizes, embed, rng):
+def test_gathered_parameter_is_whole_and_has_the_gradient_of_one_device(
+    sizes, embed, rng
+):
     """Over fsdp x ring, over one of the two, and over none."""
     partition = real(**sizes)
     x = jnp.asarray(rng.standard_normal((4, 8, embed)), jnp.float32)
@@ -230,21 +232,12 @@ def test_gathered_parameter_is_whole_and_trains_as_on_one_device(sizes, embed, r
     def alone(x, w):
         return jnp.square(jnp.tanh(x @ w)).sum()
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def train(loss, w):
-        def step(w, _):
-            found = jax.value_and_grad(loss, (0, 1))(x, w)
-            return w - 0.01 * found[1][1], found
-
-        return jax.lax.scan(step, w, length=20)[1]
-
     on_shards = partition.over_shards(local, names, ())
     placed = jax.device_put(w, partition.sharding(names[1], w.shape))
-    (losses, got), (truth, want) = train(on_shards, placed), train(alone, w)
-    np.testing.assert_allclose(losses, truth, rtol=1e-5)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert losses[-1] < 0.9 * losses[0]
+    got = jax.jit(jax.value_and_grad(on_shards, (0, 1)))(x, placed)
+    want = jax.value_and_grad(alone, (0, 1))(x, w)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
