@@ -363,16 +363,12 @@ def open_manager(directory: str | Path, newest: Newest, *, cleans: bool) -> Mana
 
     cleans: whether what earlier saves have left unfinished is removed.
     """
-    return Manager(
-        absolute(directory),
-        item_handlers={
-            STATE: ocp.StandardCheckpointHandler(),
-            META: ocp.JsonCheckpointHandler(),
-        },
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=newest, cleanup_tmp_directories=cleans
-        ),
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=newest, cleanup_tmp_directories=cleans
     )
+    state, meta = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
+    handlers = {STATE: state, META: meta}
+    return Manager(absolute(directory), item_handlers=handlers, options=options)
 
 
 def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,9 +91,8 @@ class Goodput:
     def step(self, step: int) -> None:
         """Counts a step, and records now and then how far the run is."""
         self._steps += 1
-        now = self.clock()
-        if now - self._recorded >= self.record_every_seconds:
-            self._recorded = now
+        if self.clock() - self._recorded >= self.record_every_seconds:
+            self._recorded = self.clock()
             self.record(step)
 
     def record(self, step: int) -> None:

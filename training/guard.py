@@ -30,10 +30,9 @@ class GuardState(NamedTuple):
 def initial_guard() -> GuardState:
     """Returns the state before the first step."""
 
-    def zero() -> jax.Array:  # one each, as a buffer cannot be donated twice
-        return jnp.zeros((), jnp.int32)
-
-    return GuardState(zero(), zero(), jnp.zeros(SPIKE_WINDOW, jnp.float32), zero())
+    # One each, as a buffer cannot be donated twice.
+    skipped, in_row, seen = (jnp.zeros((), jnp.int32) for _ in range(3))
+    return GuardState(skipped, in_row, jnp.zeros(SPIKE_WINDOW, jnp.float32), seen)
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,7 @@ class BadSteps(FloatingPointError):
 
 
 def check_skipped(
-    step: int,
-    metrics: Mapping[str, float],
-    stop_after: int,
-    say: Callable[[str], None],
+    step: int, metrics: Mapping[str, float], stop_after: int, say: Callable[[str], None]
 ) -> None:
     """Logs a step whose update was skipped, by its metrics.
 

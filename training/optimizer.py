@@ -167,10 +167,10 @@ def make_optimizer(
         clip = optax.clip_by_global_norm(settings.clip_norm)
         return AtOnce(_promoted(optax.chain(clip, adamw))), schedule
     of_layer = {
-        "adamw": lambda: adamw,
-        "adafactor": functools.partial(_adafactor, settings, schedule),
-        "muon": functools.partial(_muon, settings, schedule),
-    }[settings.name]()
+        "adamw": adamw,
+        "adafactor": _adafactor(settings, schedule),
+        "muon": _muon(settings, schedule),
+    }[settings.name]
     of_rest = adamw if settings.name == "muon" else of_layer
     optimizer = Layerwise(
         _promoted(of_layer),
@@ -225,16 +225,10 @@ def _muon(
 
 
 def decayed(params: Any) -> Any:
-    """Returns for each parameter whether weight decay applies.
+    """Returns whether weight decay applies, for each parameter of a nested dict.
 
     Layers are stacked, so a norm scale is (layers, E) and the number of axes does not
     separate it from a matrix; the name does: it ends in "scale", "bias" or "sinks".
-
-    Args:
-      params: nested dict of arrays.
-
-    Returns:
-      The same tree with a bool at each leaf.
     """
 
     def of(path: tuple[Any, ...], _: Any) -> bool:

@@ -81,13 +81,8 @@ def join(process: str, **options: Any) -> None:
             os.close(stderr)
             log.seek(0)
             os.write(2, log.read())
-    _LAST_WORDS.take(
-        lambda: (
-            "another process of the run was lost (see the lines above, and what it "
-            "said last): start all of them again"
-        ),
-        HUNG,
-    )
+    lost = "another process of the run was lost (see the lines above, and what it said"
+    _LAST_WORDS.take(lambda: f"{lost} last): start all of them again", HUNG)
 
 
 def _cause(process: str, log: BinaryIO) -> str:

@@ -12,12 +12,6 @@ class Preempted(Exception):
     """A run was stopped by a request; it continues when started again."""
 
 
-def hangup() -> list[signal.Signals]:
-    """Returns SIGHUP, unless this process is to ignore it, as under `nohup`."""
-    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [] if is_ignored else [signal.SIGHUP]
-
-
 def stop_notice() -> "SignalNotice":
     """Returns the notice for one process or for many."""
     return SharedNotice() if jax.process_count() > 1 else SignalNotice()
@@ -25,6 +19,8 @@ def stop_notice() -> "SignalNotice":
 
 class SignalNotice:
     """A signal to this process, which is the only one; for the main thread only."""
+
+    _signals: tuple[signal.Signals, ...] = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
     def __init__(self) -> None:
         self._requested = False
@@ -34,12 +30,11 @@ class SignalNotice:
         """Returns whether to stop: on all processes at the same call and ever after."""
         return self._requested
 
-    def _signals(self) -> list[signal.Signals]:
-        return [signal.SIGTERM, *hangup(), signal.SIGINT]
-
     def __enter__(self) -> Self:
-        for number in self._signals():
-            self._handlers[number] = signal.signal(number, self._take)
+        for number in self._signals:
+            # Under `nohup` a process is to ignore SIGHUP.
+            if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):
+                self._handlers[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,6 +56,7 @@ class SharedNotice(SignalNotice):
     made none.
     """
 
+    _signals = signal.SIGHUP, signal.SIGINT  # SIGTERM is JAX's
     _calls = 0
 
     def requested(self) -> bool:
@@ -68,9 +64,6 @@ class SharedNotice(SignalNotice):
             self._calls += 1
             self._requested = multihost_utils.reached_preemption_sync_point(self._calls)
         return self._requested
-
-    def _signals(self) -> list[signal.Signals]:
-        return [*hangup(), signal.SIGINT]  # SIGTERM is JAX's
 
     def _take(self, *_: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

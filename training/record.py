@@ -59,7 +59,7 @@ def continued(
         steps = ", ".join(f"step {step} of run {run}" for step, run in runs.items())
         raise ValueError(
             f"the workdir holds checkpoints of several runs ({steps}): move away those "
-            f"that were copied here, or allow it with {_flag([RUN])}"
+            f'that were copied here, or allow it with --config.may_change="{(RUN,)}"'
         )
     step, record = next(iter(saved.items()), (None, {}))
     if record:
@@ -101,7 +101,8 @@ def _compare(
         raise ValueError(
             f"step {step} was made with other settings: {listed(refused, '; ')}. They "
             "say which data a step reads, so the run would skip some and repeat others:"
-            f" set them back, use another workdir, or allow it with {_flag(refused)}"
+            " set them back, use another workdir, or allow it with "
+            f'--config.may_change="{tuple(refused)}"'
         )
     for name, (before, now) in changes.items():
         say(f"changed since step {step}: {name}: {before} -> {now}")
@@ -131,9 +132,8 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         settings = make()
     except (ValueError, OSError) as caught:
         error = caught
-    if jax.process_count() == 1:
-        replies = []
-    else:
+    replies = []
+    if jax.process_count() > 1:
         compared = settings | {"program": _program()}
         own = {"error": error and str(error), SETTINGS: compared}
         replies = [json.loads(text) for text in tell_all(json.dumps(own))]
@@ -195,8 +195,3 @@ def _check_names(may_change: Collection[str], settings: Mapping[str, Any]) -> No
                 f"config.may_change={tuple(may_change)} names {name!r}, which is not "
                 "a field of the config: see configs/base.py"
             )
-
-
-def _flag(names: Collection[str]) -> str:
-    """Returns the command line flag that allows these to change."""
-    return f'--config.may_change="{tuple(names)}"'

@@ -85,10 +85,7 @@ class TensorBoardWriter(Sink):
     """Writes TensorBoard's own event files, without TensorFlow."""
 
     def __init__(
-        self,
-        directory: str | Path,
-        first_step: int,
-        say: Callable[[str], None] = print,
+        self, directory: str | Path, first_step: int, say: Callable[[str], None] = print
     ) -> None:
         """Starts a new event file in `directory`.
 

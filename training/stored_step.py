@@ -9,6 +9,7 @@ gives back whatever a damaged file holds.
 import contextlib
 import itertools
 import json
+import operator
 import re
 import time
 import zlib
@@ -124,9 +125,7 @@ class StoredStep:
     def check_leaves(self, meta: Mapping[str, Any], abstract_state: Any) -> None:
         """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
         wanted = leaves(abstract_state)
-        homeless = [
-            n for n, x in wanted.items() if getattr(x, "sharding", None) is None
-        ]
+        homeless = [n for n, x in wanted.items() if not getattr(x, "sharding", None)]
         if homeless:
             raise ValueError(
                 f"{homeless[0] or 'the whole'} of abstract_state has no sharding: give "
@@ -240,7 +239,10 @@ def together[T](place: object, read: Callable[[], T], sleep: Callable) -> T:
     error: Exception | None = OSError()
     for wait in (*WAITS, None):
         if error is not None:
-            result, error = _attempt(read)
+            try:
+                result, error = read(), None
+            except (DamagedStep, ValueError, OSError) as raised:
+                error = raised
         if all_agree(error is None):
             return result
         for kind in (DamagedStep, ValueError):
@@ -254,13 +256,6 @@ def together[T](place: object, read: Callable[[], T], sleep: Callable) -> T:
         "of damage; nothing was changed. Run the same command again when it can be: "
         f"{error or 'so says another process'}"
     ) from error
-
-
-def _attempt[T](read: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return read(), None
-    except (DamagedStep, ValueError, OSError) as error:
-        return None, error
 
 
 def shows_damage(error: BaseException) -> bool:
@@ -313,12 +308,10 @@ def differences(
 
     may_differ: names of what is left out (see `is_named`).
     """
-    both = {
-        key: (saved.get(key, "nothing"), ours.get(key, "nothing"))
-        for key in sorted(saved.keys() | ours.keys())
-        if not is_named(key, may_differ)
-    }
-    return {key: (theirs, own) for key, (theirs, own) in both.items() if theirs != own}
+    keys = sorted(saved.keys() | ours.keys())
+    both = {key: (saved.get(key, "nothing"), ours.get(key, "nothing")) for key in keys}
+    unlike = [key for key in keys if operator.ne(*both[key])]
+    return {key: both[key] for key in unlike if not is_named(key, may_differ)}
 
 
 def listed(found: Mapping[str, tuple[Any, Any]], between: str = "\n  ") -> str:

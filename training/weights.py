@@ -35,13 +35,8 @@ from training.stored_step import (
 FLOATS = "float32", "bfloat16"
 """Types of parameters, which are read as either."""
 
-
 ROTATED = 5
 """Times that the newest step is looked for, where a run deletes those it replaces."""
-
-
-class Rotated(OSError):
-    """A run has deleted a step while it was read."""
 
 
 class SavedParameters:
@@ -112,11 +107,8 @@ class SavedParameters:
     @property
     def digest(self) -> str:
         """Returns a digest of the parameters, by those of each that were saved."""
-        found = {
-            name: leaf
-            for name, leaf in self._meta[LEAVES].items()
-            if name.startswith(f"{PARAMETERS}.")
-        }
+        saved, start = self._meta[LEAVES].items(), f"{PARAMETERS}."
+        found = {name: leaf for name, leaf in saved if name.startswith(start)}
         text = json.dumps(found, sort_keys=True).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 
@@ -155,12 +147,15 @@ class SavedParameters:
             by name; or if one is missing, not as it was saved, or not finite.
           OSError: they could not be read, several times.
         """
-        for _ in range(ROTATED - 1):
+        for _ in range(ROTATED):
             try:
                 return self._restore(abstract)
-            except Rotated:
+            except DamagedStep as damage:
+                refusal = self._refusal(damage)
+                if not self._is_old():
+                    break
                 self._open()
-        return self._restore(abstract)
+        raise refusal
 
     def _restore(self, abstract: Any) -> Any:
         saved = saved_briefs(self._meta)
@@ -191,12 +186,7 @@ class SavedParameters:
         return jax.tree.unflatten(tree, parameters)
 
     def _read(self, part: Any) -> Any:
-        try:
-            return self._stored.read({PARAMETERS: part}, self._meta)[PARAMETERS]
-        except DamagedStep as damage:
-            if self._is_old():
-                raise Rotated(str(self._stored)) from damage
-            raise self._refusal(damage) from damage
+        return self._stored.read({PARAMETERS: part}, self._meta)[PARAMETERS]
 
     def _refusal(self, damage: DamagedStep) -> ValueError:
         return ValueError(

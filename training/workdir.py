@@ -100,9 +100,8 @@ def locked(directory: str, say: Callable[[str], None] = print) -> Iterator[None]
             stack.callback(path.unlink, missing_ok=True)  # while locked: see _take
             file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-            file.write(
-                f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
-            )
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            file.write(f"{holder} since {since}\n")
             file.flush()
         except OSError as error:
             raise OSError(f"nothing can be written to {path}: {error}") from error
