@@ -24,7 +24,7 @@ SMALL_BLOCKS = TpuBlocks(
     live_columns=128,
 )
 
-SMALL_VMEM = 7 * 2**19
+SMALL_VMEM = 3 * 2**20
 """Bytes that hold a step in these blocks, but no dq of several tiles."""
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from kernels.backends.hopper.launch import BACKWARD, BACKWARD_DQ, Launch
 from tests.cases.attention import covering
@@ -21,10 +20,8 @@ from tests.mosaic_kernels import (
     assert_nothing_spills_and_products_overlap,
     inspect,
 )
-from tests.ring_layers import compile_without_bodies
 from tests.simulated_hopper import SimulatedHopper
 from tests.steps import Step, StepCase, run_backward
-from tools.lib.compiled.pods import gpu_devices
 
 
 def step(
@@ -181,9 +178,7 @@ def test_kernels_that_add_in_place_are_not_fused_with_slices(is_deterministic):
     steps = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), step(128)
     )
-    run = functools.partial(backwards, is_deterministic=is_deterministic)
-    mesh = Mesh(np.array(gpu_devices("h200")), ("device",))
-    text = compile_without_bodies(mesh, run, steps.dq, steps).as_text()
-    computations = text.split("\n\n")
+    text = compiled(backwards, steps, is_deterministic=is_deterministic).program
+    computations = text.as_text().split("\n\n")
     (place,) = (x for x in computations if "output_to_operand_aliasing" in x)
     assert not place.lstrip().startswith("%dynamic-slice-fusion")
