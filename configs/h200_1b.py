@@ -2,7 +2,7 @@
 
 Command: python train.py --config=configs/h200_1b.py
 Hardware: one H100 or H200; more with --config.mesh.ring=-1 and a longer context.
-Expected: MFU 44.8 % and 27,800 tokens a second on an H100.
+Expected: MFU 44.8 % and 27,800 tokens a second on one H100, measured at d687854.
 """
 
 import ml_collections

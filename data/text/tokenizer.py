@@ -217,7 +217,7 @@ class HuggingFaceTokenizer(Tokenizer):
             found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic of Rust is not an Exception
             line = " ".join(str(error).split())
             raise ValueError(
                 f"{self.path} cannot encode a text ({line}): add the token that it "

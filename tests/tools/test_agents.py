@@ -169,7 +169,7 @@ def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
 def test_a_window_holds_the_last_episodes_as_if_they_were_all(
     agent, one_token, file, fields
 ):
-    """Positions and ranks begin anew: agents that read them can act on and on."""
+    """Positions and ranks begin again: agents that read them can act on and on."""
     acts = one_token if fields else agent
     scenes = [(Toy(), number) for number in range(4)]
     returns, steps = played(acts, file, scenes=scenes, window=2)

@@ -228,9 +228,9 @@ def test_program_writes_rows_and_a_picture_of_each_run(ask, workdir, tmp_path, c
     options = "--lengths 62,64 --depths 2 --samples 2 --output".split()
     options = [*options, output, "--compare", runs[1]]
     assert ask("line-retrieval --form compact", *options) == 0
-    told = capsys.readouterr().out
-    assert all(told.count(f"{run}, step 7") == 1 for run in runs)
-    assert "teacher-forced" in told
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"{run}, step 7") == 1 for run in runs)
+    assert "teacher-forced" in printed
     rows = json.loads(output.with_suffix(".json").read_text())
     places = [(length, depth) for length in (62, 64) for depth in (0, 1)]
     assert [(row["run"], row["length"], row["depth"]) for row in rows] == [

@@ -74,12 +74,12 @@ def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
     assert error.startswith(f"error: {source}:2 (id r1), turn 1: a turn from 'robot'")
     assert not out.exists()
     assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     where = ("2 (id r1), turn 1", "3 (id r2)", "5 (id r4), turn 2", "6 (id r5)")
-    for line, place in zip(told.err.splitlines(), where, strict=True):
+    for line, place in zip(printed.err.splitlines(), where, strict=True):
         assert line.startswith(f"skipped {source}:{place}: ")
-    assert "2 conversations of 6 rows" in told.out and "supervised" in told.out
-    assert "skipped: 1, no reply within the context; first " in told.out
+    assert "2 conversations of 6 rows" in printed.out and "supervised" in printed.out
+    assert "skipped: 1, no reply within the context; first " in printed.out
     corpus = TokenFile.open(out, "train")
     assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size
     source.write_text(json.dumps(bad[1]))
@@ -109,11 +109,11 @@ def test_chats_have_the_template_that_is_named(tmp_path):
     source.write_text(json.dumps(rows(9)))
     options = "--context-tokens", "250", "--template", "llama2", "--too-long", "split"
     program = "-m", "tools.prepare_chat"
-    code, told, errors = run_program(*program, source, "--output", out, *options)
+    code, printed, errors = run_program(*program, source, "--output", out, *options)
     assert (code, errors) == (0, "")
-    assert "9 conversations of 9 rows" in told
+    assert "9 conversations of 9 rows" in printed
     assert beginning(out, 16) == b"[INST] question "
-    assert "chat template: llama2\n" in told
+    assert "chat template: llama2\n" in printed
     assert read_chat_template(out) == FORMATS["llama2"].template
 
 
@@ -132,12 +132,13 @@ def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {where}ation: 3: mend or remov")
     assert not out.exists()
     assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     assert (
-        told.err == f"skipped {where}ation: 3\n" and "8 conversations of 9" in told.out
+        printed.err == f"skipped {where}ation: 3\n"
+        and "8 conversations of 9" in printed.out
     )
-    assert f"chat template: of {tmp_path}\n" in told.out
-    assert f"\ntokenizer: huggingface {tmp_path}/tokenizer.json, " in told.out
+    assert f"chat template: of {tmp_path}\n" in printed.out
+    assert f"\ntokenizer: huggingface {tmp_path}/tokenizer.json, " in printed.out
     assert read_chat_template(out) == own and identify(out)[1] == ""
     (out / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="chat_template.jinja has 7 bytes, but"):

@@ -74,8 +74,8 @@ def test_cap_keeps_good_episodes_out(tmp_path, capsys):
     arguments = ["--domain", "cartpole", "--output", str(tmp_path), *few.split()]
     assert make_exorl.main(arguments) == 0
     directory = tmp_path / "cartpole" / "es_replay"
-    told = capsys.readouterr().out
-    assert told.startswith("swingup: returns 0% ") and f"to {directory}" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("swingup: returns 0% ") and f"to {directory}" in printed
     meta = json.loads((directory / "meta.json").read_text())
     best = meta["search_returns"]["swingup"]["100%"]
     returns = [row["return"] for row in meta["episodes"]]

@@ -40,7 +40,7 @@ class Stop(contextlib.nullcontext):
 
 
 class Points(Sink):
-    """Keeps the steps at which goodput was told."""
+    """Keeps the steps at which goodput was reported."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -183,8 +183,8 @@ def test_only_steps_whose_update_was_skipped_are_computed_again() -> None:
 
     run(make_loop(Stop(), replay=replay, say=said.append))
     assert again == [5, 5]
-    told = [line for line in said if "replayed" in line]
-    assert len(told) == 1 and told[0].startswith("step 5 gives the same")
+    lines = [line for line in said if "replayed" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 5 gives the same")
     # Of parameters that hold nan a replay would say that the data are bad.
     broken = make_loop(Stop(), replay=replay, train_step=make_train_step({7}, broken=6))
     with pytest.raises(BadSteps, match="weight holds 1 nan.*and not the data"):
@@ -256,9 +256,9 @@ def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
     loop = make_loop(Stop(), say=said.append, train_step=step, held_out=[1, np.nan])
     with pytest.raises(BadSteps, match=message):
         run(loop)
-    told = [line for line in said if line.startswith("WARNING: validation")]
+    lines = [line for line in said if line.startswith("WARNING: validation")]
     steps = () if broken else (3, 6, 9, 10)
-    assert told == [
+    assert lines == [
         f"WARNING: validation loss nan at step {step} from finite parameters"
         for step in steps
     ]

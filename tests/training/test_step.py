@@ -264,7 +264,7 @@ def test_a_run_with_a_bad_batch_ends_as_one_without_it(step: Any) -> None:
     assert_equal_bits(states[0].optimizer_state, states[1].optimizer_state)
     assert [int(state.step) for state in states] == [6, 7]
     assert metrics["skipped"] == 1 and metrics["skipped_in_row"] == 0
-    # The loss that is no number is not remembered either.
+    # A loss that is not finite is not remembered either.
     np.testing.assert_array_equal(states[0].guard.losses, states[1].guard.losses)
 
 
