@@ -31,7 +31,7 @@ STEPS, MIDDLE, BAD = 12, 6, 8
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> TrajectoryFile:
+def file(tmp_path_factory):
     return make_trajectories(tmp_path_factory.mktemp("data"))
 
 
@@ -53,7 +53,7 @@ def config_in(workdir: Path, file: TrajectoryFile, **overrides: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def run(file: TrajectoryFile, tmp_path_factory: Any) -> tuple:
+def run(file, tmp_path_factory):
     """A run with a step of bad gradients: its directory, and what it said."""
     workdir, said, read = tmp_path_factory.mktemp("run"), [], Chains.read
 

@@ -29,9 +29,7 @@ def run(*command: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(
-    tmp_path,
-):
+def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(tmp_path):
     """From nothing, with the config's striped ring: minutes on two idle cores."""
     for tokens in STAGES:
         corpus, workdir = tmp_path / f"lines_{tokens}", tmp_path / str(tokens)

@@ -25,7 +25,7 @@ STEPS, MIDDLE = 8, 4
 
 
 @pytest.fixture(scope="module")
-def weights(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weights(corpus, tmp_path_factory):
     """The workdir of a model whose weights bfloat16 rounds."""
     directory = tmp_path_factory.mktemp("weights")
     config = small_config(corpus, directory)
@@ -50,9 +50,7 @@ def run_in(workdir: Path, corpus: Path, weights: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    corpus: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+def undisturbed(corpus, weights, tmp_path_factory):
     """A run of all steps on fsdp 2 x ring 4; tests must not change it."""
     run = run_in(tmp_path_factory.mktemp("undisturbed"), corpus, weights)
     assert run.train()["step"] == STEPS
@@ -60,7 +58,7 @@ def undisturbed(
 
 
 @pytest.fixture
-def new_run(corpus: Path, weights: Path, tmp_path: Path) -> Run:
+def new_run(corpus, weights, tmp_path):
     return run_in(tmp_path / "run", corpus, weights)
 
 

@@ -85,14 +85,14 @@ def run_outside(packages: Path, python: str = sys.executable) -> tuple[int, str]
 
 
 @pytest.mark.thorough
-def test_a_program_outside_runs_the_ring(tmp_path: Path) -> None:
+def test_a_program_outside_runs_the_ring(tmp_path):
     (tmp_path / "annulus").symlink_to(ROOT / "kernels")
     assert run_outside(tmp_path) == (0, "")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_pip_installs_the_package_and_all_that_it_needs(tmp_path: Path) -> None:
+def test_pip_installs_the_package_and_all_that_it_needs(tmp_path):
     source, environment = tmp_path / "source", tmp_path / "environment"
     archive = subprocess.run(
         ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
@@ -106,7 +106,7 @@ def test_pip_installs_the_package_and_all_that_it_needs(tmp_path: Path) -> None:
     assert run_outside(tmp_path / "empty", python) == (0, "")
 
 
-def test_every_folder_of_the_package_is_installed() -> None:
+def test_every_folder_of_the_package_is_installed():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {p.parent for p in (ROOT / "kernels").rglob("*.py")}
     names = {
@@ -115,7 +115,7 @@ def test_every_folder_of_the_package_is_installed() -> None:
     assert set(settings["tool"]["setuptools"]["packages"]) == names
 
 
-def test_every_public_name_is_there_and_documented() -> None:
+def test_every_public_name_is_there_and_documented():
     for name in kernels.__all__:
         assert getattr(kernels, name).__doc__, name
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

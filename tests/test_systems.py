@@ -7,7 +7,7 @@ collectives that would hold a whole sequence, or more of the keys than they must
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,13 @@ class System(Run):
 
 
 @pytest.fixture(scope="module")
-def systems(corpus: Path) -> Callable[[str], System]:
+def systems(corpus):
     """A system by name; each is compiled once, when it is needed."""
     return functools.cache(lambda name: System(name, corpus))
 
 
 @pytest.fixture(scope="module")
-def truth(systems: Callable[[str], System]) -> list[tuple]:
+def truth(systems):
     return list(systems("vanilla").descend())
 
 

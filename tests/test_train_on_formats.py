@@ -31,7 +31,7 @@ CHATS = [
 
 
 @pytest.fixture(autouse=True)
-def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_root(monkeypatch):
     monkeypatch.chdir(Path(train.__file__).parent)
 
 

@@ -13,7 +13,7 @@ from tests.runs import small_config
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     """One of a tokenizer of 290 ids."""
     tokenizer = SimpleNamespace(
         name="wide", path=None, vocab_size=290, end_of_document=0

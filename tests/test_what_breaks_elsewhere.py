@@ -6,7 +6,7 @@ same written out in float64. Every fault that operands can have is put in, and f
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +41,7 @@ every_ring = pytest.mark.parametrize("ring, attention", each_ring())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_programs() -> Iterator[None]:
+def small_programs():
     """Compiles rings of more than 4 as loops; validations have parts by position."""
     loops = mock.patch.multiple(ring_comm, UNROLLED_STEPS=3, LOOP_UNROLL=1)
     with loops, mock.patch.object(losses, "FIRST_BOUND", 4):
@@ -49,7 +49,7 @@ def small_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> HardRows:
+def rows(tmp_path_factory):
     return HardRows(tmp_path_factory.mktemp("rows"))
 
 

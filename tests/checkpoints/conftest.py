@@ -2,8 +2,6 @@
 
 import gc
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,19 +9,19 @@ from tests.checkpoints.small_state import STEPS, checkpoints, state
 
 
 @pytest.fixture
-def swept() -> Iterator[None]:
+def swept():
     """Collects what Orbax leaves behind here, and not in whatever test comes next."""
     yield
     gc.collect()
 
 
 @pytest.fixture
-def logged() -> list[str]:
+def logged():
     return []
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     """Three steps; tests must not change them."""
     directory = tmp_path_factory.mktemp("original") / "checkpoints"
     with checkpoints(directory) as saved:
@@ -33,5 +31,5 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def directory(original: Path, tmp_path: Path) -> Path:
+def directory(original, tmp_path):
     return shutil.copytree(original, tmp_path / "run" / "checkpoints")

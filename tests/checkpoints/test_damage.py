@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -91,10 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty directory": (empty_the_directory, "is missing"),
     "no state": (lambda step: shutil.rmtree(step / "state"), "state is missing"),
     "no meta": (lambda step: shutil.rmtree(step / "meta"), "meta is missing"),
-    "no manifest": (
-        lambda step: (step / "state" / "manifest.ocdbt").unlink(),
-        "state",
-    ),
+    "no manifest": (lambda step: (step / "state" / "manifest.ocdbt").unlink(), "state"),
     "a directory for the data": (put_a_directory_for_the_data, "state"),
     "cut meta": (
         lambda step: (step / "meta" / "metadata").write_text('{"step": 3'),
@@ -114,8 +110,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
-    directory: Path, logged: list[str], damage: str
-) -> None:
+    directory, logged, damage
+):
     act, what = DAMAGES[damage]
     act(directory / "30")
     before = content(directory)
@@ -136,8 +132,8 @@ def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
 
 @pytest.mark.thorough
 def test_damaged_steps_are_out_of_the_way_of_a_run_that_makes_them_again(
-    directory: Path, logged: list[str]
-) -> None:
+    directory, logged
+):
     flip_the_middle(directory / "30")
     empty_the_directory(directory / "20")
     with checkpoints(directory, logged.append) as saved:
@@ -154,9 +150,7 @@ def test_damaged_steps_are_out_of_the_way_of_a_run_that_makes_them_again(
 
 
 @pytest.mark.quick
-def test_where_no_step_is_good_nothing_moves_and_the_run_is_refused(
-    directory: Path,
-) -> None:
+def test_where_no_step_is_good_nothing_moves_and_the_run_is_refused(directory):
     for step, damage in zip(STEPS, ("truncated", "no meta", "no state"), strict=True):
         DAMAGES[damage][0](directory / str(step))
     before = content(directory)
@@ -169,9 +163,7 @@ def test_where_no_step_is_good_nothing_moves_and_the_run_is_refused(
     assert content(directory) == before and not (directory / "damaged").exists()
 
 
-def test_no_flipped_bit_of_any_file_gives_wrong_weights(
-    directory: Path, original: Path, rng: np.random.Generator
-) -> None:
+def test_no_flipped_bit_of_any_file_gives_wrong_weights(directory, original, rng):
     """Anywhere: arrays, manifests, meta data, names and the JSON's syntax."""
     taken = []
     files = sorted(p for p in (directory / "30").rglob("*") if p.stat().st_size)
@@ -191,8 +183,8 @@ def test_no_flipped_bit_of_any_file_gives_wrong_weights(
 
 @pytest.mark.thorough
 def test_steps_that_are_not_trusted_move_once_and_if_there_is_an_older_one(
-    directory: Path, logged: list[str]
-) -> None:
+    directory, logged
+):
     with checkpoints(directory, logged.append) as saved:
         saved.distrust(5, "of no use")
         saved.distrust(31, "of no use")
@@ -240,7 +232,7 @@ def within(cause: Exception) -> Exception:
     ],
     ids=str,
 )
-def test_errors_that_may_pass_are_no_damage(error: Exception) -> None:
+def test_errors_that_may_pass_are_no_damage(error):
     assert not shows_damage(error)
 
 
@@ -265,12 +257,8 @@ def fail(patch: pytest.MonkeyPatch, holder: Any, name: str, errors: list) -> Non
     ],
 )
 def test_what_could_not_be_read_is_tried_again_and_stays(
-    directory: Path,
-    logged: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    handler: type,
-    error: Exception,
-) -> None:
+    directory, logged, monkeypatch, handler, error
+):
     before, waits = content(directory), []
     with checkpoints(directory, logged.append, sleep=waits.append) as saved:
         fail(monkeypatch, handler, "restore", 2 * [error])
@@ -286,9 +274,7 @@ def test_what_could_not_be_read_is_tried_again_and_stays(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
-def test_a_list_that_could_not_be_read_is_read_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_list_that_could_not_be_read_is_read_again(directory, monkeypatch, code):
     waits, errors = [], 2 * [OSError(code, os.strerror(code))]
     fail(monkeypatch, Manager, "_load_checkpoint_infos", errors)
     with checkpoints(directory, sleep=waits.append) as saved:
@@ -296,7 +282,7 @@ def test_a_list_that_could_not_be_read_is_read_again(
     assert not errors and waits == [1, 4]
 
 
-def test_too_many_open_files_are_waited_out(directory: Path, logged: list[str]) -> None:
+def test_too_many_open_files_are_waited_out(directory, logged):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     waits = []
 

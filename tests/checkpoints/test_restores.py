@@ -35,7 +35,7 @@ def shardings(num_devices: int) -> Any:
 
 
 @pytest.fixture
-def step_1(tmp_path: Path) -> Path:
+def step_1(tmp_path):
     """A directory whose step 1 holds `state(1)` and moments of it."""
     with checkpoints(tmp_path) as saved:
         saved.save(1, with_moments(state(1)))
@@ -46,7 +46,7 @@ def with_moments(tree: Any) -> Any:
     return tree | {"optimizer": (Moments(tree["step"], tree["params"]),)}
 
 
-def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path: Path) -> None:
+def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path):
     placed = jax.device_put(state(7), shardings(8))
     for step, count in enumerate((4, 2)):
         with checkpoints(tmp_path) as saved:
@@ -60,7 +60,7 @@ def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path: Path) ->
         assert_equal_bits(placed, state(7))
 
 
-def test_state_may_be_deleted_right_after_save(tmp_path: Path) -> None:
+def test_state_may_be_deleted_right_after_save(tmp_path):
     """As a step does that takes its memory."""
     placed = jax.device_put(state(0), shardings(2))
     with checkpoints(tmp_path) as saved:
@@ -70,7 +70,7 @@ def test_state_may_be_deleted_right_after_save(tmp_path: Path) -> None:
         assert_restores(saved, 0)
 
 
-def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path: Path) -> None:
+def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path):
     place = tmp_path / "made" / "here"
     with checkpoints(place) as saved:
         assert saved.latest_step() is None
@@ -85,9 +85,7 @@ def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("step", [20, 30])
-def test_saved_step_is_never_overwritten_nor_an_older_one_added(
-    directory: Path, step: int
-) -> None:
+def test_saved_step_is_never_overwritten_nor_an_older_one_added(directory, step):
     before = content(directory)
     with checkpoints(directory) as saved:
         with pytest.raises(ValueError, match=f"step={step} is not newer than step 30"):
@@ -109,7 +107,7 @@ def assert_refused(directory: Path, fingerprint: Any, message: str) -> None:
     assert content(directory) == before
 
 
-def test_other_model_is_refused_by_every_differing_key(tmp_path: Path) -> None:
+def test_other_model_is_refused_by_every_differing_key(tmp_path):
     model = {"model": {"layers": 3, "width": 16}, "vocabulary": 32, "heads": (4, 2)}
     with Checkpoints(tmp_path, keep=2, fingerprint=model) as saved:
         saved.save(1, state(1))
@@ -122,13 +120,13 @@ def test_other_model_is_refused_by_every_differing_key(tmp_path: Path) -> None:
     assert_refused(tmp_path, other | {"mlp": 8}, "\n  ".join((":", *lines)) + "$")
 
 
-def test_steps_of_another_program_are_refused_and_left_alone(tmp_path: Path) -> None:
+def test_steps_of_another_program_are_refused_and_left_alone(tmp_path):
     with ocp.CheckpointManager(tmp_path) as foreign:
         foreign.save(3, args=ocp.args.StandardSave({"weight": jnp.ones(4)}))
     assert_refused(tmp_path, {}, "step 3 .* not saved by this trainer")
 
 
-def test_meta_data_without_fingerprint_is_refused(step_1: Path) -> None:
+def test_meta_data_without_fingerprint_is_refused(step_1):
     (step_1 / "1" / "meta" / "metadata").write_text('{"step": 1}')
     with checkpoints(step_1) as saved:
         with pytest.raises(ValueError, match=r"is good;[\s\S]*not saved by this tr"):
@@ -152,9 +150,7 @@ MATRIX = "matrix: saved float32[64, 48], this run "
     ],
     ids=["shape", "type", "name"],
 )
-def test_arrays_that_do_not_fit_are_refused_by_name(
-    step_1: Path, name: str, matrix: jax.Array, differences: list[str]
-) -> None:
+def test_arrays_that_do_not_fit_are_refused_by_name(step_1, name, matrix, differences):
     """Those of a NamedTuple too, which is saved as a dict."""
     tree = state(1)
     del tree["params"]["matrix"]
@@ -169,7 +165,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(
     ]
 
 
-def test_save_cut_off_by_a_kill_is_not_a_step(directory: Path) -> None:
+def test_save_cut_off_by_a_kill_is_not_a_step(directory):
     cut_off = directory / "40.orbax-checkpoint-tmp"
     (cut_off / "state").mkdir(parents=True)
     with checkpoints(directory) as saved:
@@ -189,8 +185,8 @@ def test_save_cut_off_by_a_kill_is_not_a_step(directory: Path) -> None:
     ],
 )
 def test_bad_arguments_are_refused_before_the_directory_is_made(
-    tmp_path: Path, keep: Any, fingerprint: Any, message: str
-) -> None:
+    tmp_path, keep, fingerprint, message
+):
     with pytest.raises(ValueError, match=message):
         Checkpoints(tmp_path / "run", keep=keep, fingerprint=fingerprint)
     assert not (tmp_path / "run").exists()

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,9 +39,7 @@ def full_disk(moment: str = "rename") -> Iterator[None]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["write_text", "rename"])
-def test_a_run_goes_on_after_a_save_on_a_full_disk(
-    directory: Path, logged: list[str], moment: str
-) -> None:
+def test_a_run_goes_on_after_a_save_on_a_full_disk(directory, logged, moment):
     before = content(directory)
     with checkpoints(directory, logged.append, keep=1) as saved:
         with full_disk(moment):
@@ -78,13 +75,8 @@ def test_a_run_goes_on_after_a_save_on_a_full_disk(
     ids=["second", "last", "other"],
 )
 def test_a_second_failed_save_and_a_last_one_end_the_run(
-    directory: Path,
-    logged: list[str],
-    steps: tuple[int, ...],
-    then: Exception | None,
-    error: type[Exception],
-    said: str,
-) -> None:
+    directory, logged, steps, then, error, said
+):
     before = content(directory)
     with full_disk(), pytest.raises(error, match=said):
         with checkpoints(directory, logged.append, keep=1) as saved:
@@ -96,9 +88,7 @@ def test_a_second_failed_save_and_a_last_one_end_the_run(
     assert len(logged) == 1 and "step 40 was NOT saved" in logged[0]
 
 
-def test_old_steps_go_only_when_the_new_one_is_there(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_steps_go_only_when_the_new_one_is_there(directory, monkeypatch):
     seen = []
     rename = PATH.rename
 
@@ -114,7 +104,7 @@ def test_old_steps_go_only_when_the_new_one_is_there(
 
 
 @pytest.mark.thorough
-def test_where_nothing_rotates_older_steps_stay_until_it_does(directory: Path) -> None:
+def test_where_nothing_rotates_older_steps_stay_until_it_does(directory):
     with checkpoints(directory, keep=2) as saved:
         saved.save(40, state(40), rotate=False)
         settle(saved)
@@ -124,9 +114,7 @@ def test_where_nothing_rotates_older_steps_stay_until_it_does(directory: Path) -
 
 
 @pytest.mark.quick
-def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(
-    directory: Path, logged: list[str]
-) -> None:
+def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(directory, logged):
     before = content(directory)
     with checkpoints(directory, logged.append, keep=1) as saved:
         for value, found in (np.nan, "1 nan"), (-np.inf, "1 inf"):
@@ -161,15 +149,15 @@ def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(
     ],
 )
 def test_what_would_not_come_back_is_refused_and_not_written(
-    tmp_path: Path, step: Any, state: Any, message: str
-) -> None:
+    tmp_path, step, state, message
+):
     with checkpoints(tmp_path) as saved:
         with pytest.raises(ValueError, match=message):
             saved.save(step, state)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_says_no_place_is_refused(tmp_path: Path) -> None:
+def test_what_says_no_place_is_refused(tmp_path):
     with checkpoints(tmp_path) as saved:
         saved.save(1, {"a": ONE})
         shape = jax.ShapeDtypeStruct((3,), np.float32)

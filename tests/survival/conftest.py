@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -11,29 +10,29 @@ from tests.survival.small_run import Small
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kept_programs(programs: Path) -> None:
+def kept_programs(programs):
     """Shares compiled programs between these tests."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Small:
+def undisturbed(corpus, tmp_path_factory):
     run = Small(corpus, tmp_path_factory.mktemp("undisturbed"))
     run.train()
     return run
 
 
 @pytest.fixture(scope="module")
-def truth(undisturbed: Small) -> Any:
+def truth(undisturbed):
     return jax.device_get(undisturbed.state())
 
 
 @pytest.fixture
-def run(corpus: Path, tmp_path: Path) -> Small:
+def run(corpus, tmp_path):
     return Small(corpus, tmp_path / "run")
 
 
 @pytest.fixture
-def copy(undisturbed: Small, run: Small) -> Small:
+def copy(undisturbed, run):
     """A run that has the undisturbed one's checkpoints of steps 4 and 8."""
     for step in "4", "8":
         place = Path("checkpoints") / step

@@ -10,7 +10,7 @@ import pytest
 
 import train
 from tasks import programs
-from tests.survival.small_run import QUIET, STEPS, Small
+from tests.survival.small_run import QUIET, STEPS
 from training.guard import SPIKE_WINDOW, BadSteps
 
 pytestmark = pytest.mark.thorough
@@ -37,8 +37,8 @@ def spoil(patch: pytest.MonkeyPatch, steps: set[int], weight: float) -> None:
 
 
 def test_bad_steps_are_skipped_told_and_counted_and_too_many_end_the_run(
-    run: Small, monkeypatch: pytest.MonkeyPatch, truth: Any
-) -> None:
+    run, monkeypatch, truth
+):
     with monkeypatch.context() as patch:
         spoil(patch, {5, *range(7, 100)}, np.nan)
         said = "step 10, and 4 skipped .* finite, as step 6 left.* resumes from step 4"
@@ -91,14 +91,8 @@ def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) 
     ],
 )
 def test_what_breaks_the_state_ends_the_run_by_name_and_it_goes_on_from_before(
-    run: Small,
-    monkeypatch: pytest.MonkeyPatch,
-    truth: Any,
-    step: int,
-    name: str,
-    value: float,
-    found: str,
-) -> None:
+    run, monkeypatch, truth, step, name, value, found
+):
     newest = 8 if step > 8 else 4
     with monkeypatch.context() as patch:
         change_state(patch, step, name, value)
@@ -111,9 +105,7 @@ def test_what_breaks_the_state_ends_the_run_by_name_and_it_goes_on_from_before(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("validations", [0, 2])
-def test_a_run_whose_last_steps_made_no_update_does_not_end_well(
-    run: Small, validations: int
-) -> None:
+def test_a_run_whose_last_steps_made_no_update_does_not_end_well(run, validations):
     rates = {"optimizer__peak_lr": 1e30, "guard__stop_after": STEPS}
     said = rf"would end with .* norm nan at step {STEPS}: .*optimizer.peak_lr.*finite"
     with pytest.raises(BadSteps, match=said):
@@ -122,9 +114,7 @@ def test_a_run_whose_last_steps_made_no_update_does_not_end_well(
 
 
 @pytest.mark.slow
-def test_a_spike_of_the_loss_is_skipped_told_and_counted(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spike_of_the_loss_is_skipped_told_and_counted(run, monkeypatch):
     # The losses that are remembered are those of a run that has settled.
     spike = 3 * SPIKE_WINDOW
     never_seen = 255
@@ -144,9 +134,7 @@ def test_a_spike_of_the_loss_is_skipped_told_and_counted(
 
 
 @pytest.mark.slow
-def test_a_chip_that_computes_wrongly_once_ends_the_run(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chip_that_computes_wrongly_once_ends_the_run(run, monkeypatch):
     """The step's batch is bad once, and good when it is replayed."""
     flush = train.Report.flush
 

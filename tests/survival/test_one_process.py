@@ -7,9 +7,6 @@ import gc
 import random
 import re
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,8 +37,8 @@ from training.watchdog import HUNG
     "send", [send_sigterm, pytest.param(send_ctrl_c, marks=pytest.mark.slow)]
 )
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
-    run: Small, undisturbed: Small, truth: Any, send: Callable[..., None]
-) -> None:
+    run, undisturbed, truth, send
+):
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, no checkpoint and curves"):
         run.train_and(on("step  5", send), checkpoint__save_every_steps=0)
@@ -58,7 +55,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_from_its_workdir_alone(copy: Small, truth: Any) -> None:
+def test_a_run_goes_on_from_its_workdir_alone(copy, truth):
     copy.train()
     assert_equal_bits(copy.state(), truth)
     kept = copy.files()[copy.workdir / "config.json"]
@@ -82,8 +79,8 @@ def test_a_run_goes_on_from_its_workdir_alone(copy: Small, truth: Any) -> None:
     "moment", ["restore", pytest.param("compile", marks=pytest.mark.slow)]
 )
 def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
-    copy: Small, truth: Any, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+    copy, truth, monkeypatch, moment
+):
     before = copy.files()
     places = {
         "restore": (train.Checkpoints, "restore"),
@@ -98,16 +95,14 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_signal_at_the_last_step_finds_a_complete_run(run: Small, truth: Any) -> None:
+def test_a_signal_at_the_last_step_finds_a_complete_run(run, truth):
     run.train_and(on(f"step {STEPS - 1}", send_sigterm))
     assert run.said[-1].startswith(f"done: step {STEPS}")
     assert_equal_bits(run.state(), truth)
 
 
 @pytest.mark.slow
-def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
-    run: Small, programs: Path, truth: Any
-) -> None:
+def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(run, programs, truth):
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
     with Processes([["train.py", *run.flags()]], **kept) as started:
         started.wait_for("step  2")
@@ -132,8 +127,8 @@ def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(
 )
 @pytest.mark.timeout(3600)
 def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
-    corpus: Path, tmp_path: Path, programs: Path, kills: int, kind: str
-) -> None:
+    corpus, tmp_path, programs, kills, kind
+):
     """Half of the kills are while a save is on its way."""
     # Steps enough that some are left after that many kills.
     more = {
@@ -167,9 +162,7 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
 
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
-    copy: Small, truth: Any
-) -> None:
+def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(copy, truth):
     # In every file of data, as one may hold nothing that is still read.
     for file in (copy.workdir / "checkpoints" / "8" / "state").rglob("d/*"):
         content = bytearray(file.read_bytes())
@@ -202,9 +195,7 @@ sys.exit(train.main())
 
 
 @pytest.mark.slow
-def test_a_run_that_hangs_ends_with_the_stacks_and_goes_on(
-    run: Small, programs: Path, truth: Any
-) -> None:
+def test_a_run_that_hangs_ends_with_the_stacks_and_goes_on(run, programs, truth):
     flags = run.flags(guard__step_seconds=3.0, **QUIET)
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
     code, said, errors = run_program("-c", HANGS, *flags, **kept)
@@ -233,14 +224,14 @@ train.end(train.main())
 
 
 @pytest.mark.slow
-def test_a_save_that_could_not_begin_holds_no_run_at_its_end(run: Small) -> None:
+def test_a_save_that_could_not_begin_holds_no_run_at_its_end(run):
     """Threads of Orbax wait for it for five minutes."""
     code, said, _ = run_program("-c", CANNOT_MAKE, *run.flags(), timeout=150)
     assert code == 0 and "WARNING: step 8 was NOT saved" in said
     assert run.steps() == {"4", "12"}
 
 
-def test_goodput_accounts_for_every_second(undisturbed: Small) -> None:
+def test_goodput_accounts_for_every_second(undisturbed):
     curves = read_scalars(undisturbed.workdir / "tensorboard")
     kinds = {tag for tag in curves if tag.startswith("goodput/")}
     assert {"goodput/fraction", "goodput/lost_seconds", "goodput/step_seconds"} <= kinds
@@ -257,9 +248,7 @@ def test_goodput_accounts_for_every_second(undisturbed: Small) -> None:
 
 
 @pytest.mark.slow
-def test_steps_that_are_made_again_are_accounted_as_lost(
-    run: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_are_made_again_are_accounted_as_lost(run, monkeypatch):
     def die(line: str) -> None:
         raise ZeroDivisionError
 

@@ -8,7 +8,6 @@ import pytest
 
 import train
 from tests.processes import run_program
-from tests.survival.small_run import Small
 from training.workdir import locked
 
 FULL_DISK = """
@@ -51,9 +50,7 @@ sys.exit(main())
     [(SAVES_ALONE, 2), pytest.param(WHOLE_RUN, 8, marks=pytest.mark.slow)],
     ids=["saves", "run"],
 )
-def test_a_full_disk_is_told_in_one_line_of_errors(
-    run: Small, rest: str, step: int
-) -> None:
+def test_a_full_disk_is_told_in_one_line_of_errors(run, rest, step):
     # JAX warns of programs that find no room, and of those that others are writing.
     none_kept = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     arguments = [run.workdir] if rest == SAVES_ALONE else run.flags()
@@ -69,8 +66,8 @@ def test_a_full_disk_is_told_in_one_line_of_errors(
 
 @pytest.mark.parametrize("place", ["checkpoints", "tensorboard", "", "lock/"])
 def test_a_place_that_cannot_be_made_ends_the_run_before_anything_is_compiled(
-    run: Small, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+    run, monkeypatch, place
+):
     """Orbax' threads waited 300 s for their directory, when the run had ended."""
     monkeypatch.delattr(train, "compile_programs")
     path = run.workdir / place
@@ -84,7 +81,7 @@ def test_a_place_that_cannot_be_made_ends_the_run_before_anything_is_compiled(
 
 
 @pytest.mark.quick
-def test_two_runs_in_one_directory_are_refused(run: Small) -> None:
+def test_two_runs_in_one_directory_are_refused(run):
     with locked(str(run.workdir)):
         before = run.files()
         with pytest.raises(ValueError, match=f"in use by .* process {os.getpid()} on"):

@@ -3,8 +3,6 @@
 import random
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,15 +11,15 @@ import pytest
 import train
 from tasks.text import TextRun
 from tests.runs import assert_equal_bits
-from tests.survival.small_run import STEPS, Small, start_and_kill
+from tests.survival.small_run import STEPS, start_and_kill
 from training.feed import place
 from training.step import make_evaluate_step
 
 
 @pytest.mark.thorough
 def test_a_killed_run_ends_as_if_it_had_not_been_killed(
-    run: Small, undisturbed: Small, truth: Any, programs: Path
-) -> None:
+    run, undisturbed, truth, programs
+):
     seconds = random.uniform(0, 0.3)
     assert start_and_kill(run, programs, "saving 8", seconds, last_save=8)
     assert not run.has_checkpoint(STEPS)
@@ -49,7 +47,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
 
 
 @pytest.mark.thorough
-def test_curves_have_the_workdirs_name_and_rates(undisturbed: Small) -> None:
+def test_curves_have_the_workdirs_name_and_rates(undisturbed):
     (folder,) = (undisturbed.workdir / "tensorboard").iterdir()
     assert folder.name == undisturbed.workdir.name
     rates = {tag for tag in undisturbed.curves() if tag.startswith("perf/")}
@@ -62,9 +60,7 @@ def test_curves_have_the_workdirs_name_and_rates(undisturbed: Small) -> None:
 
 
 @pytest.mark.thorough
-def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
-    undisturbed: Small, copy: Small
-) -> None:
+def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(undisturbed, copy):
     copy.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
     assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in copy.said
     assert "changed since step 8: mesh.ring: 4 -> 2" in copy.said
@@ -75,9 +71,7 @@ def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
-def test_fewer_devices_go_on_where_eight_stopped(
-    undisturbed: Small, copy: Small, devices: int
-) -> None:
+def test_fewer_devices_go_on_where_eight_stopped(undisturbed, copy, devices):
     mesh = {"mesh__fsdp": devices // 2, "mesh__ring": 2}
     copy.command(simulated_devices=devices, train__validation_batches=0, **mesh)
     assert copy.said[0].endswith(f"of {devices} x cpu")
@@ -86,7 +80,7 @@ def test_fewer_devices_go_on_where_eight_stopped(
 
 
 @pytest.mark.thorough
-def test_a_complete_run_has_nothing_to_do(undisturbed: Small) -> None:
+def test_a_complete_run_has_nothing_to_do(undisturbed):
     before, said = undisturbed.files(), []
     assert train.train(undisturbed.config(), said.append) == {"step": STEPS}
     assert f"all {STEPS} steps are made" in said[-1] and "config.train" in said[-1]
@@ -94,7 +88,7 @@ def test_a_complete_run_has_nothing_to_do(undisturbed: Small) -> None:
 
 
 @pytest.mark.thorough
-def test_a_complete_run_goes_on_for_extra_steps(undisturbed: Small, run: Small) -> None:
+def test_a_complete_run_goes_on_for_extra_steps(undisturbed, run):
     shutil.copytree(undisturbed.workdir, run.workdir)
     quiet = {"train__validation_batches": 0, "train__extra_steps": 2}
     assert run.train(**quiet)["step"] == STEPS + 2 and run.has_checkpoint(STEPS + 2)
@@ -108,7 +102,7 @@ def test_a_complete_run_goes_on_for_extra_steps(undisturbed: Small, run: Small) 
 
 
 @pytest.mark.thorough
-def test_the_console_says_where_everything_is(undisturbed: Small) -> None:
+def test_the_console_says_where_everything_is(undisturbed):
     directory = undisturbed.workdir
     assert f"checkpoints: {directory}/checkpoints" in undisturbed.said
     assert f"curves: tensorboard --logdir {directory}/tensorboard" in undisturbed.said
@@ -122,7 +116,7 @@ def test_the_console_says_where_everything_is(undisturbed: Small) -> None:
 
 
 @pytest.mark.thorough
-def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed: Small) -> None:
+def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed):
     config = undisturbed.config()
     run = TextRun.of(config, jax.devices())
     evaluate = jax.jit(make_evaluate_step(run.loss_function()))

@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -90,9 +89,7 @@ def assert_goes_on(run: Small, step: int, truth: np.ndarray, **more: object) -> 
     np.testing.assert_allclose(run.losses(STEPS - len(truth)), truth, rtol=1e-6)
 
 
-def test_two_processes_stop_together_and_one_goes_on(
-    run: Small, undisturbed: Small
-) -> None:
+def test_two_processes_stop_together_and_one_goes_on(run, undisturbed):
     with Processes([["train.py", *flags] for flags in flags_of_both(run)]) as two:
         two.wait_for("step  2")
         two.running[1].send_signal(signal.SIGTERM)
@@ -119,11 +116,8 @@ def test_two_processes_stop_together_and_one_goes_on(
     ids=["restore", "compile", "validation"],
 )
 def test_a_signal_to_one_of_two_stops_both_wherever_they_are(
-    copy: Small,
-    undisturbed: Small,
-    function: tuple[str, str, str],
-    may_stop_at: Sequence[int],
-) -> None:
+    copy, undisturbed, function, may_stop_at
+):
     shutil.rmtree(copy.workdir / "checkpoints" / "8")
     validations = {"train__validate_every_steps": 5}
     first, second = flags_of_both(copy, **validations)
@@ -136,9 +130,7 @@ def test_a_signal_to_one_of_two_stops_both_wherever_they_are(
     assert_goes_on(copy, step, undisturbed.losses(after=4), **validations)
 
 
-def test_two_processes_find_the_same_nan_and_one_goes_on_from_before(
-    run: Small, undisturbed: Small
-) -> None:
+def test_two_processes_find_the_same_nan_and_one_goes_on_from_before(run, undisturbed):
     flags = flags_of_both(run, **QUIET)
     with Processes([["-c", BREAKS_ITS_STATE, *each] for each in flags]) as two:
         results = two.finish()
@@ -151,8 +143,8 @@ def test_two_processes_find_the_same_nan_and_one_goes_on_from_before(
 
 
 def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
-    run: Small, undisturbed: Small
-) -> None:
+    run, undisturbed
+):
     """The other process is stopped for good in the middle, as a lost host would be."""
     limits = {"guard__step_seconds": 5.0, **QUIET}
     commands = [["train.py", *flags] for flags in flags_of_both(run, **limits)]
@@ -170,8 +162,8 @@ def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
     "field", ["optimizer__peak_lr=0.002", "simulated_devices=2"], ids=str
 )
 def test_processes_with_other_settings_end_with_a_line_and_nothing_is_written(
-    run: Small, field: str
-) -> None:
+    run, field
+):
     first, second = flags_of_both(run)
     name, value = field.replace("__", ".").split("=")
     commands = [["train.py", *first], ["train.py", *second, f"--config.{name}={value}"]]
@@ -185,9 +177,7 @@ def test_processes_with_other_settings_end_with_a_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_death_of_one_process_ends_the_other_with_its_code_and_a_line(
-    run: Small, victim: int
-) -> None:
+def test_the_death_of_one_process_ends_the_other_with_its_code_and_a_line(run, victim):
     more = {**QUIET, "hosts__lost_seconds": 10}
     commands = [["train.py", *flags] for flags in flags_of_both(run, **more)]
     with Processes(commands) as two:

@@ -27,16 +27,14 @@ one_digest = jax.jit(digest)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_digest_is_the_same_on_every_mesh(dtype: str, rng: np.random.Generator) -> None:
+def test_digest_is_the_same_on_every_mesh(dtype, rng):
     array = draw(rng, dtype, (8, 16))
     found = {int(one_digest(placed(array, *layout))) for layout in LAYOUTS}
     assert found == {int(one_digest(array))}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
-def test_every_flipped_bit_changes_the_digest(
-    dtype: str, rng: np.random.Generator
-) -> None:
+def test_every_flipped_bit_changes_the_digest(dtype, rng):
     array = draw(rng, dtype, (3, 5))
     word = np.dtype(f"uint{8 * array.dtype.itemsize}")
     seen = {int(one_digest(array))}
@@ -62,7 +60,7 @@ def reorderings(array: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def test_reordered_elements_change_the_digest(rng: np.random.Generator) -> None:
+def test_reordered_elements_change_the_digest(rng):
     array = draw(rng, "float32", (8, 4))
     # Signs differ by the highest bit, which even weights would lose.
     array[5, 2] = -array[0, 1]
@@ -70,12 +68,12 @@ def test_reordered_elements_change_the_digest(rng: np.random.Generator) -> None:
         assert int(one_digest(other)) != int(one_digest(array)), name
 
 
-def test_zeros_of_different_signs_and_nans_are_told_apart() -> None:
+def test_zeros_of_different_signs_and_nans_are_told_apart():
     words = np.array([0, 1 << 31, 0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
     assert len({int(one_digest(words[i : i + 1])) for i in range(4)}) == 4
 
 
-def test_digests_are_named_by_the_leaves_of_the_tree(rng: np.random.Generator) -> None:
+def test_digests_are_named_by_the_leaves_of_the_tree(rng):
     tree: Any = {"a": draw(rng, "float32", (4,)), "b": [jnp.int32(3), jnp.ones((0, 2))]}
     found = digests(tree)
     assert list(found) == ["a", "b.0", "b.1"]
@@ -86,9 +84,7 @@ def test_digests_are_named_by_the_leaves_of_the_tree(rng: np.random.Generator) -
 
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2"])
-def test_what_is_not_finite_is_counted_where_it_lies(
-    dtype: str, rng: np.random.Generator
-) -> None:
+def test_what_is_not_finite_is_counted_where_it_lies(dtype, rng):
     array = draw(rng, dtype, (8, 16))
     assert not_finite(digests({"a": placed(array, 8, PartitionSpec("x", "y"))})) == ""
     array[7, 15], array[0, 0], array[3, 3] = np.nan, np.inf, -np.inf
@@ -100,9 +96,7 @@ def test_what_is_not_finite_is_counted_where_it_lies(
     assert not_finite(found) == "a holds 1 inf (and 1 more arrays are not finite)"
 
 
-def test_the_digest_of_a_tree_follows_each_leaf_and_their_order(
-    rng: np.random.Generator,
-) -> None:
+def test_the_digest_of_a_tree_follows_each_leaf_and_their_order(rng):
     a, b = draw(rng, "float32", (4,)), draw(rng, "float32", (4,))
     found = {int(device_digest(x)) for x in ([a, b], [b, a], [a, a], [a, -b])}
     assert len(found) == 4

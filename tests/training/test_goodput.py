@@ -1,7 +1,6 @@
 """Every second of a run counts once, over all its starts."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
@@ -28,7 +27,7 @@ def make_steps(goodput: Goodput, clock: Clock, steps: range, seconds: float) -> 
         goodput.step(step)
 
 
-def test_seconds_belong_to_what_was_going_on(clock: Clock) -> None:
+def test_seconds_belong_to_what_was_going_on(clock):
     goodput = Goodput(clock)
     clock.now += 3
     with goodput.spend("compile"):
@@ -53,7 +52,7 @@ def test_seconds_belong_to_what_was_going_on(clock: Clock) -> None:
     )
 
 
-def test_steps_that_are_made_again_are_lost(clock: Clock, tmp_path: Path) -> None:
+def test_steps_that_are_made_again_are_lost(clock, tmp_path):
     record = tmp_path / "goodput.json"
     first = Goodput(clock, record_every_seconds=0)
     first.resume(record, 0)
@@ -73,7 +72,7 @@ def test_steps_that_are_made_again_are_lost(clock: Clock, tmp_path: Path) -> Non
     assert third.seconds["step"] == 20 + 9
 
 
-def test_a_new_run_takes_over_nothing(clock: Clock, tmp_path: Path) -> None:
+def test_a_new_run_takes_over_nothing(clock, tmp_path):
     record = tmp_path / "goodput.json"
     old = Goodput(clock)
     old.resume(record, 0)
@@ -103,9 +102,7 @@ BAD_RECORDS = {
 
 
 @pytest.mark.parametrize("name", [None, *BAD_RECORDS])
-def test_a_record_that_cannot_be_read_does_not_stop_the_run(
-    clock: Clock, tmp_path: Path, name: str | None
-) -> None:
+def test_a_record_that_cannot_be_read_does_not_stop_the_run(clock, tmp_path, name):
     record = tmp_path / "goodput.json"
     if name is not None:
         record.write_text(BAD_RECORDS[name])
@@ -120,7 +117,7 @@ def test_a_record_that_cannot_be_read_does_not_stop_the_run(
     assert json.loads(record.read_text())["step"] == 7
 
 
-def test_the_record_is_written_now_and_then(clock: Clock, tmp_path: Path) -> None:
+def test_the_record_is_written_now_and_then(clock, tmp_path):
     record = tmp_path / "goodput.json"
     goodput = Goodput(clock, record_every_seconds=10)
     goodput.resume(record, 0)
@@ -132,9 +129,7 @@ def test_the_record_is_written_now_and_then(clock: Clock, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["goodput.json"]
 
 
-def test_a_directory_that_cannot_be_written_does_not_stop_the_run(
-    clock: Clock, tmp_path: Path
-) -> None:
+def test_a_directory_that_cannot_be_written_does_not_stop_the_run(clock, tmp_path):
     goodput = Goodput(clock)
     goodput.resume(tmp_path / "nowhere" / "goodput.json", 0)
     make_steps(goodput, clock, range(1, 3), seconds=4)

@@ -1,7 +1,5 @@
 """Which steps are bad, what is said of them, and when a run ends for them."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -27,9 +25,7 @@ def judged(losses: np.ndarray, sigmas: float) -> list[bool]:
     return results
 
 
-def test_a_spike_is_judged_by_mean_and_deviation_of_the_window(
-    rng: np.random.Generator,
-) -> None:
+def test_a_spike_is_judged_by_mean_and_deviation_of_the_window(rng):
     losses = rng.normal(3, 0.1, 3 * SPIKE_WINDOW)
     at = 2 * SPIKE_WINDOW + 5
     before = losses[at - SPIKE_WINDOW : at]
@@ -40,7 +36,7 @@ def test_a_spike_is_judged_by_mean_and_deviation_of_the_window(
         assert sum(results) == len(results) - (not expected)
 
 
-def test_no_spike_is_seen_before_the_window_is_full_nor_without_being_asked() -> None:
+def test_no_spike_is_seen_before_the_window_is_full_nor_without_being_asked():
     losses = np.full(SPIKE_WINDOW + 2, 2.0) + 0.01 * np.arange(SPIKE_WINDOW + 2)
     losses[SPIKE_WINDOW - 1] = 100
     assert all(judged(losses, 6.0))
@@ -49,7 +45,7 @@ def test_no_spike_is_seen_before_the_window_is_full_nor_without_being_asked() ->
     assert all(judged(losses, 0.0))
 
 
-def test_a_lasting_rise_becomes_the_usual(rng: np.random.Generator) -> None:
+def test_a_lasting_rise_becomes_the_usual(rng):
     losses = np.concatenate([np.full(SPIKE_WINDOW, 2.0), np.full(60, 9.0)])
     losses += rng.normal(0, 0.1, losses.size)
     results = judged(losses, 6.0)
@@ -60,7 +56,7 @@ def numbers(in_row: int, loss: float = np.nan) -> dict[str, float]:
     return {"loss": loss, "grad_norm": 2.5, "skipped": 7.0, "skipped_in_row": in_row}
 
 
-def test_skipped_steps_are_logged_and_too_many_in_a_row_end_the_run() -> None:
+def test_skipped_steps_are_logged_and_too_many_in_a_row_end_the_run():
     said: list[str] = []
     check_skipped(8, numbers(0), 3, said.append)
     assert said == []
@@ -85,7 +81,7 @@ def test_skipped_steps_are_logged_and_too_many_in_a_row_end_the_run() -> None:
     ],
     ids=["only_once", "gradients", "loss", "norm"],
 )
-def test_replays_that_differ_end_the_run(first: tuple, second: tuple) -> None:
+def test_replays_that_differ_end_the_run(first, second):
     with pytest.raises(BadSteps, match="step 4 was computed 3 times.*hardware"):
         compare_replays(4, numbers(1), [Replay(*first), Replay(*second)])
 
@@ -99,6 +95,6 @@ def test_replays_that_differ_end_the_run(first: tuple, second: tuple) -> None:
         ("first_step_seconds", np.nan),
     ],
 )
-def test_bad_settings_are_refused(name: str, bad: Any) -> None:
+def test_bad_settings_are_refused(name, bad):
     with pytest.raises(ValueError, match=f"^{name}=.* must be at least"):
         GuardSettings(**{name: bad})

@@ -110,7 +110,7 @@ def run(directory: Path, damaged: str) -> Processes:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     """Steps 10, 20 and 30, saved by two processes."""
     directory = tmp_path_factory.mktemp("two") / "checkpoints"
     with run(directory, "none") as two:
@@ -122,7 +122,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.thorough
-def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> None:
+def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory):
     with run(directory, "30") as two:
         for i in range(2):
             two.wait_for("restored 20 True", i)
@@ -139,7 +139,7 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_two_processes_read_the_batches_of_one_bit_for_bit(tmp_path: Path) -> None:
+def test_two_processes_read_the_batches_of_one_bit_for_bit(tmp_path):
     """And each reads no more than its own half."""
     corpus, port = str(prepare_corpus(tmp_path)), str(free_port())
     settings = [("4", port, "2", "0"), ("4", port, "2", "1"), ("8", "", "1", "0")]
@@ -172,14 +172,12 @@ def test_two_processes_read_the_batches_of_one_bit_for_bit(tmp_path: Path) -> No
         (("", 0, -1, 300, -1), "lost_seconds=-1 must be at least 1"),
     ],
 )
-def test_a_part_of_a_cluster_is_refused(
-    arguments: tuple[str, int, int], message: str
-) -> None:
+def test_a_part_of_a_cluster_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         hosts.connect(*arguments)
 
 
-def test_a_port_that_another_program_has_is_refused() -> None:
+def test_a_port_that_another_program_has_is_refused():
     """Of two first processes each would hear from some processes of the other."""
     with socket.create_server(("", 0)) as other:
         place = f"localhost:{other.getsockname()[1]}"
@@ -238,9 +236,7 @@ def join(*processes: tuple[int, int], faults: Sequence[str] = ()) -> Processes:
     ],
     ids=["one index twice", "one missing", "no first", "too large an index"],
 )
-def test_processes_that_do_not_find_each_other_end_with_a_line(
-    told: list[tuple[int, int]], causes: set[str]
-) -> None:
+def test_processes_that_do_not_find_each_other_end_with_a_line(told, causes):
     with join(*told) as all_of_them:
         results = all_of_them.finish(timeout=120)
     found = set()
@@ -253,13 +249,13 @@ def test_processes_that_do_not_find_each_other_end_with_a_line(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_process_that_waits_for_the_others() -> None:
+def test_ctrl_c_ends_a_process_that_waits_for_the_others():
     with join((2, 0), faults=["ctrl-c"]) as one:
         assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
 
 
 @pytest.mark.quick
-def test_processes_with_different_counts_all_end_with_a_line() -> None:
+def test_processes_with_different_counts_all_end_with_a_line():
     with join((2, 0), (3, 1)) as two:
         results = two.finish(timeout=120)
     wanted = "count must be the same on every process, got 2, 3 on processes 0 to 1"
@@ -278,8 +274,8 @@ def test_processes_with_different_counts_all_end_with_a_line() -> None:
     ],
 )
 def test_the_loss_of_a_process_ends_the_others_with_its_code_and_a_line(
-    fault: str, victim: int, number: signal.Signals
-) -> None:
+    fault, victim, number
+):
     with join((2, 0), (2, 1), faults=[fault, fault]) as two:
         for index in range(2):
             two.wait_for("joined", index)
@@ -293,7 +289,7 @@ def test_the_loss_of_a_process_ends_the_others_with_its_code_and_a_line(
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_ends_it_and_the_others() -> None:
+def test_an_error_of_one_process_ends_it_and_the_others():
     with join((2, 0), (2, 1), faults=["none", "error"]) as two:
         (first, _, _), (code, _, errors) = two.finish(timeout=120)
     assert (first, code) == (HUNG, 1)
@@ -301,7 +297,7 @@ def test_an_error_of_one_process_ends_it_and_the_others() -> None:
     assert "Traceback" not in errors
 
 
-def test_a_process_alone_agrees_with_itself() -> None:
+def test_a_process_alone_agrees_with_itself():
     assert hosts.all_agree(True) and not hosts.all_agree(False)
     assert hosts.first_says(7) == 7
     hosts.wait_for_all("here")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -151,13 +150,8 @@ def run(loop: Loop, first_step: int = 0) -> int:
     ids=["whole", "resumed", "stopped", "stopped in a validation"],
 )
 def test_everything_is_done_at_its_multiples_and_after_the_last_step(
-    call: int | None,
-    first: int,
-    last: int,
-    saved: list[int],
-    points: list[int],
-    validated: list[int],
-) -> None:
+    call, first, last, saved, points, validated
+):
     said = []
     loop = make_loop(Stop(call), say=said.append)
     assert run(loop, first) == last
@@ -168,13 +162,13 @@ def test_everything_is_done_at_its_multiples_and_after_the_last_step(
 
 
 @pytest.mark.parametrize("stop", [None, 2])
-def test_what_is_done_every_0_steps_is_never_done(stop: int | None) -> None:
+def test_what_is_done_every_0_steps_is_never_done(stop):
     loop = make_loop(Stop(stop), Intervals(log=1, validate=0, save=0))
     assert run(loop) == (stop or STEPS)
     assert loop.checkpoints.saved == {} and loop.checkpoints.closed
 
 
-def test_only_steps_whose_update_was_skipped_are_computed_again() -> None:
+def test_only_steps_whose_update_was_skipped_are_computed_again():
     again, said = [], []
 
     def replay(parameters: Any, batch: int) -> Replay:
@@ -203,9 +197,7 @@ def test_only_steps_whose_update_was_skipped_are_computed_again() -> None:
     ],
     ids=["one", "two", "last", "told"],
 )
-def test_a_save_waits_for_a_step_that_makes_its_update(
-    bad: set[int], call: int | None, saved: list[int], unrotated: list[int]
-) -> None:
+def test_a_save_waits_for_a_step_that_makes_its_update(bad, call, saved, unrotated):
     loop = make_loop(Stop(call), train_step=make_train_step(bad))
     run(loop)
     assert list(loop.checkpoints.saved) == saved
@@ -225,15 +217,15 @@ def test_a_save_waits_for_a_step_that_makes_its_update(
     ],
 )
 def test_a_run_that_ends_says_what_its_state_is_and_where_it_goes_on(
-    train_step: Any, message: str, distrusted: list[int]
-) -> None:
+    train_step, message, distrusted
+):
     loop = make_loop(Stop(), train_step=train_step)
     with pytest.raises(BadSteps, match=message):
         run(loop)
     assert loop.checkpoints.distrusted == distrusted
 
 
-def test_a_run_that_is_told_to_stop_saves_no_broken_state() -> None:
+def test_a_run_that_is_told_to_stop_saves_no_broken_state():
     loop = make_loop(Stop(7), train_step=make_train_step((), broken=5))
     with pytest.raises(BadSteps, match="weight holds 1 nan.* 4 and 5.*step 4$"):
         run(loop)
@@ -249,8 +241,8 @@ def test_a_run_that_is_told_to_stop_saves_no_broken_state() -> None:
     ],
 )
 def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
-    broken: int | None, bad: tuple[int, ...], message: str
-) -> None:
+    broken, bad, message
+):
     said = []
     step = make_train_step(bad, broken)
     loop = make_loop(Stop(), say=said.append, train_step=step, held_out=[1, np.nan])
@@ -264,7 +256,7 @@ def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
     ]
 
 
-def test_goodput_is_recorded_when_a_run_ends(tmp_path: Path) -> None:
+def test_goodput_is_recorded_when_a_run_ends(tmp_path):
     loop = make_loop(Stop())
     loop.goodput.resume(tmp_path / "goodput.json", 0)
     run(loop)

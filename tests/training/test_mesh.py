@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.ring import torus
-from models.abstract import Model
 from tasks.state import abstract_state, optimizer_settings
 from tasks.text import TextRun
 from tests.cases.attention import QUICK
@@ -177,7 +175,7 @@ def test_shards_counts_devices_of_logical_and_mesh_axes():
 
 
 @pytest.fixture(scope="module")
-def cube() -> Partition:
+def cube():
     return real(fsdp=2, ring=2, tensor=2)
 
 
@@ -334,7 +332,7 @@ def test_gradients_of_every_shape_are_scattered_by_the_compiler_of_a_tpu(
 
 
 @pytest.fixture(scope="module")
-def small_model(cube) -> tuple[Model, Any, Any]:
+def small_model(cube):
     """A model, its optimizer, and shapes and shardings of its state."""
     config = small_config("", "", model__vocab_size=512)
     model = TextRun(config, cube).model

@@ -35,7 +35,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGHUP])
-def test_a_second_ctrl_c_ends_a_process_at_once(first: signal.Signals) -> None:
+def test_a_second_ctrl_c_ends_a_process_at_once(first):
     with Processes([["-c", NEVER_LOOKS]]) as one:
         (process,) = one.running
         for line, number in ("ready", first), ("stopped", signal.SIGINT):
@@ -44,7 +44,7 @@ def test_a_second_ctrl_c_ends_a_process_at_once(first: signal.Signals) -> None:
         assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
 
 
-def test_a_hangup_that_is_ignored_stays_so() -> None:
+def test_a_hangup_that_is_ignored_stays_so():
     """As `nohup` has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -57,5 +57,5 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 
 @pytest.mark.quick
-def test_ctrl_c_while_a_run_imports_shows_no_stack() -> None:
+def test_ctrl_c_while_a_run_imports_shows_no_stack():
     assert run_program("-c", IMPORTS, timeout=60) == (-signal.SIGINT, "", "")

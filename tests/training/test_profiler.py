@@ -31,7 +31,7 @@ def run(profiler: Profiler, steps: int) -> None:
 
 
 @pytest.mark.thorough
-def test_the_steps_asked_for_are_traced(tmp_path: Path) -> None:
+def test_the_steps_asked_for_are_traced(tmp_path):
     said: list[str] = []
     run(Profiler("2-3", str(tmp_path), said.append), steps=5)
     assert steps_traced(tmp_path) == {2, 3}
@@ -39,17 +39,17 @@ def test_the_steps_asked_for_are_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_that_ends_in_between_has_a_trace(tmp_path: Path) -> None:
+def test_a_run_that_ends_in_between_has_a_trace(tmp_path):
     run(Profiler("2-9", str(tmp_path), lambda line: None), steps=3)
     assert steps_traced(tmp_path) == {2, 3}
 
 
-def test_no_steps_are_no_trace(tmp_path: Path) -> None:
+def test_no_steps_are_no_trace(tmp_path):
     run(Profiler("", str(tmp_path), lambda line: None), steps=3)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("steps", ["x", "0", "3-2", "1-", "1,2"])
-def test_what_names_no_steps_is_refused(steps: str, tmp_path: Path) -> None:
+def test_what_names_no_steps_is_refused(steps, tmp_path):
     with pytest.raises(ValueError, match=f'profile="{steps}" must be steps to trace'):
         Profiler(steps, str(tmp_path), lambda line: None)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,7 +104,7 @@ DIFFERENT = [
 
 
 @pytest.mark.thorough
-def test_processes_that_differ_refuse_together_by_field(tmp_path: Path) -> None:
+def test_processes_that_differ_refuse_together_by_field(tmp_path):
     corpus = prepare_corpus(tmp_path)
     same, other, gone = (str(tmp_path / name) for name in ("same", "other", "gone"))
     shutil.copytree(corpus, same)

@@ -149,7 +149,7 @@ class Fake:
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Fake:
+def wandb(monkeypatch):
     fake = Fake(step=4)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake

@@ -222,7 +222,7 @@ ADAMW, _ = make_optimizer(OptimizerSettings(0.1, 0.01, 3, total_steps=20))
 
 
 @pytest.fixture(scope="module")
-def step() -> Any:
+def step():
     """A step of AdamW, which counts its updates for a schedule."""
     return jax.jit(make_train_step(loss_sum, ADAMW))
 
@@ -239,9 +239,7 @@ def with_weight(weight: float, seed: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])
-def test_a_bad_batch_changes_nothing_but_the_number_of_the_step(
-    step: Any, weight: float
-) -> None:
+def test_a_bad_batch_changes_nothing_but_the_number_of_the_step(step, weight):
     state, _ = step(first(), with_weight(1))
     after, metrics = step(state, with_weight(weight))
     assert_equal_bits(after.params, state.params)
@@ -251,7 +249,7 @@ def test_a_bad_batch_changes_nothing_but_the_number_of_the_step(
     assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
 
 
-def test_a_run_with_a_bad_batch_ends_as_one_without_it(step: Any) -> None:
+def test_a_run_with_a_bad_batch_ends_as_one_without_it(step):
     """The optimizer's counts, and so its schedule, do not see it."""
     good = [with_weight(1, seed) for seed in range(6)]
     states = []
@@ -268,7 +266,7 @@ def test_a_run_with_a_bad_batch_ends_as_one_without_it(step: Any) -> None:
     np.testing.assert_array_equal(states[0].guard.losses, states[1].guard.losses)
 
 
-def test_overflowing_gradients_of_a_finite_loss_are_skipped() -> None:
+def test_overflowing_gradients_of_a_finite_loss_are_skipped():
     def steep(params: Any, batch: Batch) -> jax.Array:
         return 1e30 * jnp.square(params["table"] * 1e-20).sum() * 1e15
 
@@ -283,9 +281,7 @@ def test_overflowing_gradients_of_a_finite_loss_are_skipped() -> None:
 @pytest.mark.parametrize(
     "topology", ["v4:2x2x1", pytest.param("h200:1x1x1", marks=pytest.mark.slow)]
 )
-def test_the_guard_holds_no_second_copy_of_the_parameters(
-    topology: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guard_holds_no_second_copy_of_the_parameters(topology, monkeypatch):
     """In programs for chips, beside one that skips no update."""
     mesh = Mesh(np.array(aot_pod(topology).devices[:1]), ("chip",))
     size = 1 << 20
@@ -312,7 +308,7 @@ def test_the_guard_holds_no_second_copy_of_the_parameters(
     assert guarded < peak() + 0.1 * 4 * size
 
 
-def test_replays_of_bad_data_agree_to_the_bit() -> None:
+def test_replays_of_bad_data_agree_to_the_bit():
     replay = jax.jit(make_replay(loss_sum))
     for weight in (1.0, np.nan, np.inf):
         batch = with_weight(weight)

@@ -27,7 +27,7 @@ print("never here")
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e30, 0])
-def test_what_no_timer_takes_is_for_ever(seconds: float) -> None:
+def test_what_no_timer_takes_is_for_ever(seconds):
     """It ended the timer's thread with a traceback, or the run."""
     before = set(threading.enumerate())
     with Watchdog(seconds, seconds) as watchdog:
@@ -41,9 +41,7 @@ def test_what_no_timer_takes_is_for_ever(seconds: float) -> None:
 @pytest.mark.parametrize(
     ("first", "usual", "steps"), [(0.3, 0, 0), (50, 0.3, 3)], ids=["first", "later"]
 )
-def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
-    first: float, usual: float, steps: int
-) -> None:
+def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(first, usual, steps):
     program = HANGS.format(first=first, usual=usual, steps=steps)
     code, said, errors = run_program("-c", program, timeout=50)
     assert (code, said) == (HUNG, "so far\n")
@@ -52,7 +50,7 @@ def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(
 
 
 @pytest.mark.quick
-def test_a_process_that_was_suspended_goes_on() -> None:
+def test_a_process_that_was_suspended_goes_on():
     """For longer than its limit, which it still keeps afterwards."""
     with Processes([["-c", HANGS.format(first=50, usual=3, steps=3)]]) as one:
         (process,) = one.running
@@ -83,7 +81,7 @@ class Armed(Watchdog):
         return self.waits[-1]
 
 
-def test_a_slow_run_is_given_ten_times_its_longest_step() -> None:
+def test_a_slow_run_is_given_ten_times_its_longest_step():
     watchdog = Armed(500.0, 30.0)
     # The first step holds the compilation; the second is the first to be measured.
     assert watchdog.after(400) == 500

@@ -1,7 +1,6 @@
 """Parameters out of a checkpoint: bit for bit, of the right model, nothing written."""
 
 import operator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ def on_mesh(tree: Any, devices: int = 8) -> Any:
 
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workdir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("imported")
     save_parameters(directory, parameters(), FINGERPRINT)
     return directory

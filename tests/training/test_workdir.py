@@ -29,8 +29,8 @@ with locked(sys.argv[1]):
 
 @pytest.mark.quick
 def test_another_run_is_refused_by_name_until_the_kernel_frees_a_killed_ones_lock(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with Processes([["-c", HOLDS, str(tmp_path)]]) as one:
         one.wait_for("held")
         (holder,) = one.running
@@ -46,8 +46,8 @@ def test_another_run_is_refused_by_name_until_the_kernel_frees_a_killed_ones_loc
 
 
 def test_a_file_that_its_holder_removes_meanwhile_is_not_the_one_to_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     lock, removed = fcntl.flock, []
 
     def leave_then_lock(*arguments: object) -> None:
@@ -63,9 +63,7 @@ def test_a_file_that_its_holder_removes_meanwhile_is_not_the_one_to_lock(
     assert removed
 
 
-def test_what_cannot_be_locked_is_said_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_locked_is_said_and_no_error(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -79,9 +77,7 @@ def test_what_cannot_be_locked_is_said_and_no_error(
     )
 
 
-def test_a_place_that_cannot_be_written_to_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("of mine")
     (tmp_path / LOCK).mkdir()
@@ -99,16 +95,14 @@ def test_a_place_that_cannot_be_written_to_is_one_line(
     assert file.read_text() == "of mine"
 
 
-def test_a_full_disk_is_named_by_its_path() -> None:
+def test_a_full_disk_is_named_by_its_path():
     with pytest.raises(OSError, match="No space left on device: '/dev/full/config"):
         with mock.patch.object(Path, "write_text", side_effect=OSError(28, FULL)):
             replace_text(Path("/dev/full/config.json"), "{}")
 
 
 @pytest.mark.parametrize("name", ["", " ", "~/run", "~"])
-def test_a_name_that_would_lie_elsewhere_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_name_that_would_lie_elsewhere_is_refused(tmp_path, monkeypatch, name):
     """They were made as /checkpoints, and as a directory that is called "~"."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"config.workdir='{name}' must be the path"):
