@@ -1,7 +1,7 @@
 """Optimizers that go through stacked layers: a layer's update, and what is stored."""
 
-import dataclasses
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,21 +31,14 @@ AXES = {
     },
 }
 SHAPES = {
-    "embedding": (VOCAB, EMBED),
+    "embedding": jax.ShapeDtypeStruct((VOCAB, EMBED), jnp.float32),
     "layers": {
-        "query": (LAYERS, EMBED, HEADS, DEPTH),
-        "output": (LAYERS, HEADS, DEPTH, EMBED),
-        "norm": {"scale": (LAYERS, EMBED)},
+        "query": jax.ShapeDtypeStruct((LAYERS, EMBED, HEADS, DEPTH), jnp.float32),
+        "output": jax.ShapeDtypeStruct((LAYERS, HEADS, DEPTH, EMBED), jnp.float32),
+        "norm": {"scale": jax.ShapeDtypeStruct((LAYERS, EMBED), jnp.float32)},
     },
 }
-MODEL = SimpleNamespace(
-    shapes=jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        SHAPES,
-        is_leaf=lambda x: isinstance(x, tuple),
-    ),
-    axes=AXES,
-)
+MODEL = SimpleNamespace(shapes=SHAPES, axes=AXES)
 MATRICES = "query", "output"
 RATE, STEPS = 4e-2, 60
 ONE, CUBE = MeshShape(), MeshShape(fsdp=2, ring=2, tensor=2)
@@ -65,18 +58,13 @@ ON_MESHES = fast("least")
 def optimizer_of(kind: str, **fields: Any) -> Any:
     said = KINDS[kind]
     storage = Storage(**{n: said[n] for n in state.STORED if n in said}, seed=3)
-    settings = OptimizerSettings(
-        RATE, RATE / 10, 0, STEPS, name=said.get("name", "adamw"), storage=storage
-    )
-    settings = dataclasses.replace(settings, **fields)
-    return make_optimizer(settings, MODEL.shapes, AXES)[0]
+    fields |= {"name": said.get("name", "adamw"), "storage": storage}
+    settings = OptimizerSettings(RATE, RATE / 10, 0, STEPS, **fields)
+    return make_optimizer(settings, SHAPES, AXES)[0]
 
 
 def draw(rng: np.random.Generator, scale: float = 0.2) -> Any:
-    return jax.tree.map(
-        lambda x: jnp.asarray(scale * rng.normal(size=x.shape), jnp.float32),
-        MODEL.shapes,
-    )
+    return jax.tree.map(lambda x: np.float32(scale * rng.normal(size=x.shape)), SHAPES)
 
 
 def loss_sum(params: Any, batch: Any) -> jax.Array:
@@ -113,7 +101,7 @@ def programs(kind: str, shape: MeshShape = ONE) -> Any:
     """The optimizer, the state as shapes, and a step that donates it."""
     optimizer = optimizer_of(kind)
     like = abstract_state(MODEL, optimizer, partition_of(shape))
-    placing = jax.tree.map(lambda leaf: leaf.sharding, like)
+    placing = state.sharding_of(like)
     step = make_train_step(loss_sum, optimizer, count=count)
     step = jax.jit(step, out_shardings=(placing, placing.step), donate_argnums=0)
     return optimizer, like, step
@@ -122,9 +110,9 @@ def programs(kind: str, shape: MeshShape = ONE) -> Any:
 def first(kind: str, shape: MeshShape = ONE) -> Any:
     optimizer, like, _ = programs(kind, shape)
     params = draw(np.random.default_rng(11))
-    params["layers"]["norm"]["scale"] = jnp.ones((LAYERS, EMBED))
-    placing = jax.tree.map(lambda leaf: leaf.sharding, like)
-    return jax.device_put(initial_state(params, optimizer), placing)
+    params["layers"]["norm"]["scale"] = np.ones((LAYERS, EMBED), np.float32)
+    params = jax.tree.map(jnp.asarray, params)
+    return jax.device_put(initial_state(params, optimizer), state.sharding_of(like))
 
 
 def run(kind: str, state: Any, steps: range, shape: MeshShape = ONE) -> Any:
@@ -140,16 +128,19 @@ def in_shards(tree: Any) -> Any:
     return jax.tree.map(lambda x: (x.sharding.memory_kind, x.sharding.spec), tree)
 
 
+def saved_and_restored(path: Path, state: Any, like: Any) -> Any:
+    with Checkpoints(path, keep=1, fingerprint={}) as saved:
+        saved.save(3, state)
+        return saved.restore(like)[0]
+
+
 @pytest.mark.thorough(quick=1)
 @EVERY
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(kind, tmp_path):
     whole, _ = run(kind, first(kind), range(6))
     state, _ = run(kind, first(kind), range(3))
     _, like, _ = programs(kind)
-    with Checkpoints(tmp_path, keep=1, fingerprint={}) as saved:
-        saved.save(3, state)
-    with Checkpoints(tmp_path, keep=1, fingerprint={}) as saved:
-        restored, _ = saved.restore(like)
+    restored = saved_and_restored(tmp_path, state, like)
     assert in_shards(restored) == in_shards(like)
     resumed, _ = run(kind, restored, range(3, 6))
     assert_equal_bits(resumed, whole)
@@ -159,9 +150,7 @@ def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(kind, tmp_pat
 @ON_MESHES
 def test_a_checkpoint_goes_on_on_another_mesh(kind, tmp_path):
     state, _ = run(kind, first(kind, CUBE), range(3), CUBE)
-    with Checkpoints(tmp_path, keep=1, fingerprint={}) as saved:
-        saved.save(3, state)
-        restored, _ = saved.restore(programs(kind)[1])
+    restored = saved_and_restored(tmp_path, state, programs(kind)[1])
     assert_equal_bits(jax.device_get(restored), jax.device_get(state))
     _, losses = run(kind, restored, range(3, 6))
     _, wanted = run(kind, first(kind), range(6))
@@ -192,24 +181,19 @@ def test_a_bad_step_changes_nothing(kind):
 
 
 def assert_close(got: Any, want: Any) -> None:
-    def check(a: Any, b: Any) -> None:
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-    jax.tree.map(check, got, want)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, got, want)
 
 
 @functools.cache
 def first_update(kind: str, **fields: Any) -> Any:
-    """The function from gradients and parameters to a first update, without decay."""
     optimizer = optimizer_of(kind, weight_decay=0.0, **fields)
-    return jax.jit(
-        lambda g, params: optimizer.update(g, optimizer.init(params), params)
-    )
+    return jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p)[0])
 
 
 def moved(kind: str, grads: Any, params: Any, **fields: Any) -> Any:
     """The change of a first update, without decay."""
-    new, _ = first_update(kind, **fields)(grads, params)
+    new = first_update(kind, **fields)(grads, params)
     return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), new, params)
 
 
@@ -218,27 +202,26 @@ def moved(kind: str, grads: Any, params: Any, **fields: Any) -> Any:
 def test_each_layer_is_updated_as_if_it_were_alone(kind, rng):
     params, grads = draw(rng), draw(rng)
     whole = moved(kind, grads, params, clip_norm=np.inf)["layers"]
+    for n in range(LAYERS):
 
-    def of(number, tree):
-        return jax.tree.map(lambda x: x[number : number + 1], tree)
+        def of(tree, n=n):
+            return tree | {
+                "layers": jax.tree.map(lambda x: x[n : n + 1], tree["layers"])
+            }
 
-    for number in range(LAYERS):
-        alone = [x | {"layers": of(number, x["layers"])} for x in (grads, params)]
-        one = moved(kind, *alone, clip_norm=np.inf)["layers"]
-        assert_close(of(number, whole), one)
+        one = moved(kind, of(grads), of(params), clip_norm=np.inf)["layers"]
+        assert_close(of({"layers": whole})["layers"], one)
 
 
 def test_updates_of_muon_are_orthogonal_in_each_layer(rng):
-    params, grads = jax.tree.map(jnp.zeros_like, draw(rng)), draw(rng)
+    params, grads = jax.tree.map(np.zeros_like, draw(rng)), draw(rng)
     change = moved("muon", grads, params)
-    for name, x in change["layers"].items():
-        if name in MATRICES:
-            inputs = HEADS * DEPTH if name == "output" else SHAPES["layers"][name][1]
-            matrices = x.reshape(LAYERS, inputs, -1)
-            size = RATE * 0.2 * np.sqrt(max(matrices.shape[1:]))
-            singular = np.linalg.svd(matrices / size, compute_uv=False)
-            # Five iterations leave them around 1.
-            assert 0.4 < singular.min() and singular.max() < 1.3, name
+    for name, inputs in ("query", EMBED), ("output", HEADS * DEPTH):
+        matrices = change["layers"][name].reshape(LAYERS, inputs, -1)
+        size = RATE * 0.2 * np.sqrt(max(matrices.shape[1:]))
+        singular = np.linalg.svd(matrices / size, compute_uv=False)
+        # Five iterations leave them around 1.
+        assert 0.4 < singular.min() and singular.max() < 1.3, name
     adam = moved("adamw", grads, params)
     assert_close(change["embedding"], adam["embedding"])
 
@@ -249,14 +232,7 @@ def test_updates_of_float32_layers_are_those_of_all_at_once(rng):
     assert_close(one, all_at_once)
 
 
-def bytes_of(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-MATRIX_PARAMETERS = sum(x.size for x in jax.tree.leaves(MODEL.shapes)) - LAYERS * EMBED
-VECTORS = 8 * LAYERS * EMBED
-
-
+MATRIX_PARAMETERS = VOCAB * EMBED + 2 * LAYERS * EMBED * HEADS * DEPTH
 # Blocks of 8-bit numbers: along heads, 32, and for the table along the embedding, 16.
 SCALES = 2 * (2 * LAYERS * EMBED + VOCAB)
 
@@ -270,26 +246,27 @@ SCALES = 2 * (2 * LAYERS * EMBED + VOCAB)
     }.items(),
 )
 def test_bytes_of_the_states(kind, of_matrices):
-    _, like, _ = programs(kind)
-    counts = 4 * (1 + 2 + 2 * LAYERS)
-    assert bytes_of(like.optimizer_state) == of_matrices + VECTORS + counts
+    leaves = jax.tree.leaves(programs(kind)[1].optimizer_state)
+    vectors, counts = 8 * LAYERS * EMBED, 4 * (1 + 2 + 2 * LAYERS)
+    assert sum(x.size * x.dtype.itemsize for x in leaves) == (
+        of_matrices + vectors + counts
+    )
 
 
-def test_states_are_sharded_as_parameters_are():
-    for kind in KINDS:
-        _, like, _ = programs(kind, CUBE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_sharded_as_parameters_are(kind):
+    def check(path, leaf):
+        name = jax.tree_util.keystr(path)
+        shards = leaf.size // np.prod(leaf.sharding.shard_shape(leaf.shape))
+        fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
+        if "scale" in name.split("'") or not fields & {"mu", "nu"}:
+            return
+        # Not along the blocks' axis: heads', or the table's embedding.
+        of_blocks = 2 if "embedding" in name else 4
+        assert shards == (of_blocks if "scales" in fields else 8), name
 
-        def check(path: tuple, leaf: Any, kind: str = kind) -> None:
-            name = jax.tree_util.keystr(path)
-            shards = leaf.size // np.prod(leaf.sharding.shard_shape(leaf.shape))
-            fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
-            if "scale" in name.split("'") or not fields & {"mu", "nu"}:
-                return
-            # Not along the blocks' axis: heads', or the table's embedding.
-            of_blocks = 2 if "embedding" in name else 4
-            assert shards == (of_blocks if "scales" in fields else 8), (kind, name)
-
-        jax.tree_util.tree_map_with_path(check, like.optimizer_state)
+    like = programs(kind, CUBE)[1]
+    jax.tree_util.tree_map_with_path(check, like.optimizer_state)
 
 
 def test_adafactor_keeps_rows_and_columns(rng):

@@ -44,13 +44,16 @@ def write(directory: Path, first_step: int, losses: Iterable[float]) -> None:
             writer.scalars(step, {"loss": loss})
 
 
-def test_points_are_read_back_by_tag_in_order(tmp_path):
+def test_a_resumed_run_replaces_the_points_after_its_first_step(tmp_path):
     with TensorBoardWriter(tmp_path, first_step=0) as writer:
-        for step in range(5):
-            writer.scalars(step, {"loss": 2.5 - step / 4, "lr": 0.5})
+        for step in range(8):
+            writer.scalars(step, {"loss": 10.0 + step, "killed_run_only": 1.0})
+    (event_file,) = tmp_path.iterdir()
+    os.truncate(event_file, event_file.stat().st_size - 3)  # cut off by a kill
+    write(tmp_path, 5, [105.0, 106.0])
     assert read_scalars(tmp_path) == {
-        "loss": [(0, 2.5), (1, 2.25), (2, 2.0), (3, 1.75), (4, 1.5)],
-        "lr": [(step, 0.5) for step in range(5)],
+        "loss": [*((n, 10.0 + n) for n in range(5)), (5, 105.0), (6, 106.0)],
+        "killed_run_only": [(n, 1.0) for n in range(5)],
     }
 
 
@@ -58,26 +61,6 @@ def test_long_curves_are_read_whole(tmp_path):
     """TensorBoard's own default keeps a random 10 000 points of a curve."""
     write(tmp_path, 0, [1.0] * 10_050)
     assert [step for step, _ in read_scalars(tmp_path)["loss"]] == list(range(10_050))
-
-
-def test_resumed_run_replaces_the_points_after_its_first_step(tmp_path):
-    with TensorBoardWriter(tmp_path, first_step=0) as writer:
-        for step in range(8):
-            writer.scalars(step, {"loss": 10.0 + step, "killed_run_only": 1.0})
-    write(tmp_path, 5, [105.0, 106.0, 107.0, 108.0, 109.0])
-    curves = read_scalars(tmp_path)
-    assert curves["loss"] == [(step, 10.0 + step) for step in range(5)] + [
-        (step, 100.0 + step) for step in range(5, 10)
-    ]
-    assert [step for step, _ in curves["killed_run_only"]] == [0, 1, 2, 3, 4]
-
-
-def test_point_cut_off_by_a_kill_hides_no_later_point(tmp_path):
-    write(tmp_path, 0, [1.0, 2.0, 3.0])
-    (event_file,) = tmp_path.iterdir()
-    os.truncate(event_file, event_file.stat().st_size - 3)
-    write(tmp_path, 2, [7.0])
-    assert read_scalars(tmp_path) == {"loss": [(0, 1.0), (1, 2.0), (2, 7.0)]}
 
 
 @pytest.mark.thorough
@@ -103,17 +86,13 @@ def test_text_is_kept_at_the_first_step(tmp_path):
     (event,) = accumulator.Tensors("config")
     assert event.step == 3
     assert event.tensor_proto.string_val[0].decode() == "seed = 7, größer"
-    plugin = accumulator.SummaryMetadata("config").plugin_data.plugin_name
-    assert plugin == "text"
+    assert accumulator.SummaryMetadata("config").plugin_data.plugin_name == "text"
 
 
-def test_reading_a_directory_that_is_not_there_is_an_error(tmp_path):
+def test_the_run_below_a_directory_is_read_and_several_or_none_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no directory .*nowhere"):
         read_scalars(tmp_path / "nowhere")
     assert read_scalars(tmp_path) == {}
-
-
-def test_the_run_below_a_directory_is_read_and_several_are_refused(tmp_path):
     for run in ("a", "b"):
         write(tmp_path / run, 0, [2.0])
         if run == "a":
@@ -132,74 +111,46 @@ def test_a_run_whose_workdir_was_moved_goes_on_in_its_folder(tmp_path, before):
 
 
 def test_rates_are_those_of_the_steps_since_the_last_report():
+    """Of packed documents, whose FLOPs differ from step to step."""
     throughput = Timed(4, 10e12, begun=False)
     throughput.step(60)
     assert throughput.rates() == {}
     for seconds, steps in ((2.0, 4), (9.0, 3)):
-        for _ in range(steps):
+        for _ in range(steps - 1):
             throughput.step(seconds / steps)
-        rates = throughput.rates()
-        assert rates == pytest.approx(
+        throughput.step(seconds / steps, StepWork(3000, 4e12, 4e12))
+        assert throughput.rates() == pytest.approx(
             {
                 "perf/step_time": seconds / steps,
-                "perf/tokens_per_second": 1000 * steps / seconds,
-                "perf/tokens_per_second_per_device": 250 * steps / seconds,
-                "perf/mfu": 2e12 * steps / (seconds * 40e12),
+                "perf/tokens_per_second": 1000 * (steps + 2) / seconds,
+                "perf/tokens_per_second_per_device": 250 * (steps + 2) / seconds,
+                "perf/mfu": 2e12 * (steps + 1) / (seconds * 40e12),
                 "perf/mfu_paper": 4e12 * steps / (seconds * 40e12),
             }
         )
-    # A report without steps has no rates.
     throughput.now += 2
-    assert throughput.rates() == {}
+    assert throughput.rates() == {}  # of no steps
 
 
-def test_steps_of_different_work_are_summed():
-    """Packed documents: the FLOPs of a step depend on the documents in it."""
-    throughput = Timed(peak=1e12)
-    throughput.step(4, StepWork(100, 1e12, 4e12))
-    throughput.step(4, StepWork(300, 2e12, 4e12))
-    rates = throughput.rates()
-    assert rates["perf/tokens_per_second"] == 50.0
-    assert rates["perf/mfu"] == 3 / 8
-
-
-def test_pauses_are_left_out_of_the_rates():
-    throughput = Timed()
-    for _ in range(2):
-        throughput.step(1)
-        with throughput.exclude():
-            throughput.now += 30
+def test_pauses_are_left_out_of_the_rates(monkeypatch):
+    throughput, state = Timed(), {"weight": jnp.ones(2)}
     with pytest.raises(OSError), throughput.exclude():
         throughput.now += 30
         raise OSError("disk full")
-    assert throughput.rates()["perf/step_time"] == 1.0
-    throughput.step(3)
-    assert throughput.rates()["perf/step_time"] == 3.0
-
-
-def test_pause_waits_for_the_steps_under_way_before_it_stops_the_clock(monkeypatch):
-    """What the devices still compute belongs to the steps, not to the pause."""
-    throughput, state = Timed(), {"weight": jnp.ones(2)}
 
     def finish(arrays):
         assert arrays is state
         throughput.now += 5
 
+    # What the devices still compute belongs to the steps, not to the pause.
     monkeypatch.setattr(jax, "block_until_ready", finish)
-    throughput.step(0)
+    throughput.step(1)
     with throughput.exclude(after=state):
         throughput.now += 30
-    assert throughput.rates()["perf/step_time"] == 5.0
-
-
-def test_unknown_chip_has_rates_but_no_mfu():
-    throughput = Timed(2)
-    throughput.step(2)
-    assert throughput.rates() == {
-        "perf/step_time": 2.0,
-        "perf/tokens_per_second": 500.0,
-        "perf/tokens_per_second_per_device": 250.0,
-    }
+    rates = throughput.rates()  # of an unknown chip, and so no MFU
+    assert rates.pop("perf/step_time") == 6.0 and len(rates) == 2
+    throughput.step(3)
+    assert throughput.rates()["perf/step_time"] == 3.0
 
 
 def test_console_line_shows_everything_known():
@@ -219,14 +170,10 @@ def test_console_line_shows_everything_known():
     ("rate", "value", "shown"),
     [
         ("tokens_per_second", 950.04, "950.0 tok/s"),
-        ("tokens_per_second", 999.96, "1.0k tok/s"),
         ("tokens_per_second", 999_940.0, "999.9k tok/s"),
         ("tokens_per_second", 999_960.0, "1.0M tok/s"),
-        ("tokens_per_second", 3.44e6, "3.4M tok/s"),
         ("tokens_per_second", 2.0e9, "2.0G tok/s"),
         # The time of the steps that remain.
-        ("step_time", 0.4, "ETA 0:00:40"),
-        ("step_time", 36.0, "ETA 1:00:00"),
         ("step_time", 936.1, "ETA 26:00:10"),
     ],
 )

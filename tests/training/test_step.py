@@ -1,6 +1,5 @@
 """Updates, metrics and skipped updates of a step, with a toy model."""
 
-import functools
 import re
 from typing import Any
 
@@ -19,7 +18,6 @@ from training.guard import compare_replays
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import OptimizerSettings, make_optimizer
 from training.step import (
-    Counts,
     TrainState,
     count_tokens,
     initial_state,
@@ -72,53 +70,38 @@ def expected(params: dict, batch: Batch) -> tuple[float, dict]:
 
 
 OPTIMIZER = AtOnce(optax.sgd(RATE, momentum=0.9))
+
+
 STEPS = {
-    n: jax.jit(make_train_step(loss_sum, OPTIMIZER, microbatches=n))
-    for n in (1, 2, 4, 8)
+    n: jax.jit(make_train_step(loss_sum, OPTIMIZER, microbatches=n)) for n in (1, 2, 8)
 }
 
 
-def assert_close(got: Any, want: Any, tolerance: float = 1e-6) -> None:
-    close = functools.partial(
-        np.testing.assert_allclose, rtol=tolerance, atol=tolerance
-    )
-    jax.tree.map(close, got, want)
+def assert_close(got: Any, want: Any, tolerance: float = 2e-6) -> None:
+    options = {"rtol": tolerance, "atol": tolerance}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **options), got, want)
 
 
 @pytest.mark.parametrize("microbatches", STEPS)
 def test_update_follows_the_mean_of_all_weighted_tokens(microbatches, rng):
-    """However the rows are cut, and however unlike their weights are."""
-    params, batch = make_params(rng), make_batch(rng)
+    """However the rows are cut, and however unlike or small their weights are."""
+    params, whole = make_params(rng), make_batch(rng)
+    for scale in 1, 1 / 1024:
+        batch = whole._replace(loss_weights=whole.loss_weights * np.float32(scale))
+        state, metrics = STEPS[microbatches](initial_state(params, OPTIMIZER), batch)
+        loss, gradients = expected(params, batch)
+        moved = {n: np.float64(params[n]) - RATE * gradients[n] for n in params}
+        assert_close(state.params, moved)
+        (trace, _) = state.optimizer_state  # the momentum is that of all rows too
+        assert_close(trace.trace, gradients)
+        assert int(state.step) == 1
+        assert_close(metrics["loss"], loss)
+        norm = np.sqrt(sum(np.square(g).sum() for g in gradients.values()))
+        assert_close(metrics["grad_norm"], norm)
+    batch = whole._replace(loss_weights=np.zeros_like(whole.loss_weights))
     state, metrics = STEPS[microbatches](initial_state(params, OPTIMIZER), batch)
-    loss, gradients = expected(params, batch)
-    moved = {name: np.float64(params[name]) - RATE * gradients[name] for name in params}
-    assert_close(state.params, moved, 2e-6)
-    (trace, _) = state.optimizer_state  # the momentum is that of all rows too
-    assert_close(trace.trace, gradients, 2e-6)
-    assert int(state.step) == 1
-    assert_close(metrics["loss"], loss, 2e-6)
-    norm = np.sqrt(sum(np.square(g).sum() for g in gradients.values()))
-    assert_close(metrics["grad_norm"], norm, 2e-6)
-
-
-def test_weights_count_relative_to_each_other_only(rng):
-    params, batch = make_params(rng), make_batch(rng)
-    light = batch._replace(loss_weights=batch.loss_weights / 1024)
-    assert light.loss_weights.sum() < 1
-    start = initial_state(params, OPTIMIZER)
-    for n in (1, 2):
-        (state, metrics), (lit, of_light) = (STEPS[n](start, x) for x in (batch, light))
-        assert_close(lit.params, state.params)
-        assert_close(of_light["loss"], metrics["loss"])
-
-
-def test_batch_without_weight_changes_nothing_and_has_no_nan(rng):
-    params, batch = make_params(rng), make_batch(rng)
-    batch = batch._replace(loss_weights=np.zeros_like(batch.loss_weights))
-    for step in STEPS.values():
-        state, metrics = step(initial_state(params, OPTIMIZER), batch)
-        assert_close(state.params, params, 0)
-        assert not any(metrics[name] for name in ("loss", "grad_norm"))
+    assert_close(state.params, params, 0)
+    assert not any(metrics[name] for name in ("loss", "grad_norm"))
 
 
 def test_metrics_count_tokens_but_padding_and_the_pairs_that_are_visible(rng):
@@ -126,27 +109,13 @@ def test_metrics_count_tokens_but_padding_and_the_pairs_that_are_visible(rng):
     _, metrics = STEPS[1](initial_state(make_params(rng), OPTIMIZER), batch)
     names = {"loss", "grad_norm", "tokens", "pairs", "skipped", "skipped_in_row"}
     assert set(metrics) == names
-    assert {x.shape for x in metrics.values()} == {()}
-    assert {x.dtype for x in metrics.values()} == {np.dtype(np.float32)}
-    naive = sum(
-        k_start <= key < k_end
-        for row in zip(batch.k_start, batch.k_end, strict=True)
-        for k_start, k_end in zip(*row, strict=True)
-        for key in range(LENGTH)
-    )
-    assert float(metrics["pairs"]) == naive
+    assert {(x.shape, x.dtype) for x in metrics.values()} == {((), np.dtype("f4"))}
+    assert float(metrics["pairs"]) == (batch.k_end - batch.k_start).clip(0).sum()
     seeing = int((batch.k_end > batch.k_start).sum())
     assert float(metrics["tokens"]) == seeing < batch.tokens.size
-
-
-def test_pairs_of_a_million_tokens_are_counted(rng):
-    length = 2**20
-    zeros = np.zeros((1, length), np.int32)
-    index = np.arange(length, dtype=np.int32)[None]
-    ones = np.ones((1, length), np.float32)
-    batch = Batch(zeros, zeros, ones, index, zeros, index + 1)
-    _, metrics = STEPS[1](initial_state(make_params(rng), OPTIMIZER), batch)
-    assert float(metrics["pairs"]) == pytest.approx(length * (length + 1) / 2, rel=1e-5)
+    index = np.arange(2**20, dtype=np.int32)[None]  # more pairs than an int32 counts
+    pairs = count_tokens(Batch(*[0 * index] * 4, 0 * index, index + 1)).pairs
+    assert float(pairs) == pytest.approx(2**39, rel=1e-5)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -154,29 +123,27 @@ def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches, rng):
     """Of two parts, one of them the odd tokens; the update is that of the whole."""
     params, batch = make_params(rng), make_batch(rng)
 
-    def parts(batch: Batch) -> list[jax.Array]:
-        odd = (batch.tokens % 2).astype(jnp.float32)
-        return [batch.loss_weights * (1 - odd), batch.loss_weights * odd]
+    def parts(batch):
+        odd = (batch.tokens % 2).astype(np.float32)
+        weights = batch.loss_weights * (1 - odd), batch.loss_weights * odd
+        return [batch._replace(loss_weights=w) for w in weights]
 
-    def losses_of_parts(params: Any, batch: Batch) -> jax.Array:
-        changed = [batch._replace(loss_weights=weights) for weights in parts(batch)]
-        return jnp.stack([loss_sum(params, part) for part in changed])
+    def losses_of_parts(params, batch):
+        return jnp.stack([loss_sum(params, part) for part in parts(batch)])
 
-    def count(batch: Batch) -> Counts:
-        weights = jnp.stack([weights.sum() for weights in parts(batch)])
+    def count(batch):
+        weights = jnp.stack([part.loss_weights.sum() for part in parts(batch)])
         return count_tokens(batch)._replace(weights=weights)
 
-    step = make_train_step(
-        losses_of_parts, OPTIMIZER, microbatches=microbatches, count=count
-    )
+    options = {"microbatches": microbatches, "count": count}
+    step = make_train_step(losses_of_parts, OPTIMIZER, **options)
     with jax.numpy_dtype_promotion("standard"):
         state, metrics = jax.jit(step)(initial_state(params, OPTIMIZER), batch)
     whole_state, whole = STEPS[1](initial_state(params, OPTIMIZER), batch)
-    assert_close(state.params, whole_state.params, 2e-6)
-    assert_close(metrics["loss"], whole["loss"], 2e-6)
-    for part, weights in enumerate(parts(batch)):
-        loss, _ = expected(params, batch._replace(loss_weights=np.asarray(weights)))
-        assert_close(metrics["loss_parts"][part], loss, 1e-5)
+    assert_close(state.params, whole_state.params)
+    assert_close(metrics["loss"], whole["loss"])
+    losses = [expected(params, part)[0] for part in parts(batch)]
+    assert_close(metrics["loss_parts"], losses, 1e-5)
 
 
 def test_evaluation_sums_losses_and_weights_without_an_update(rng):
@@ -186,23 +153,13 @@ def test_evaluation_sums_losses_and_weights_without_an_update(rng):
     assert_close(loss / weight, expected(params, batch)[0])
 
 
-def placed_on_rows(
-    rng: np.random.Generator, microbatches: int
-) -> tuple[Any, TrainState, Batch]:
-    """A step, a state on all devices, and a batch whose rows are shared out."""
-    partition = Partition(make_mesh(MeshShape(fsdp=4, data=2), jax.devices()))
-    everywhere = partition.sharding((), ())
-    rows = partition.sharding(("batch", "sequence"), (16, LENGTH))
-    step = make_train_step(loss_sum, OPTIMIZER, microbatches=microbatches)
-    state = jax.device_put(initial_state(make_params(rng), OPTIMIZER), everywhere)
-    batch = jax.tree.map(lambda *x: np.concatenate(x), make_batch(rng), make_batch(rng))
-    step = jax.jit(step, donate_argnums=0, out_shardings=(everywhere, everywhere))
-    return step, state, jax.device_put(batch, rows)
-
-
 def test_no_row_moves_to_another_device_for_its_microbatch(rng):
-    step, state, batch = placed_on_rows(rng, microbatches=2)
-    program = step.lower(state, batch).compile().as_text()
+    partition = Partition(make_mesh(MeshShape(fsdp=4, data=2), jax.devices()))
+    rows = partition.sharding(("batch", "sequence"), (16, LENGTH))
+    state = initial_state(make_params(rng), OPTIMIZER)
+    state = jax.device_put(state, partition.sharding((), ()))
+    batch = jax.tree.map(lambda *x: np.concatenate(x), make_batch(rng), make_batch(rng))
+    program = STEPS[2].lower(state, jax.device_put(batch, rows)).compile().as_text()
     moves = "all-gather|all-to-all|collective-permute|collective-broadcast"
     assert not re.findall(f"(?:{moves})(?:-start)?\\(", program)
     assert "all-reduce" in program
@@ -210,21 +167,11 @@ def test_no_row_moves_to_another_device_for_its_microbatch(rng):
     assert f"s32[1,{LENGTH}]" in program
 
 
-def test_state_is_donated(rng):
-    step, state, batch = placed_on_rows(rng, microbatches=1)
-    new_state, _ = step(state, batch)
-    assert all(x.is_deleted() for x in jax.tree.leaves(state))
-    assert not any(x.is_deleted() for x in jax.tree.leaves((new_state, batch)))
-    assert int(new_state.step) == 1
-
-
 ADAMW, _ = make_optimizer(OptimizerSettings(0.1, 0.01, 3, total_steps=20))
 
 
-@pytest.fixture(scope="module")
-def step():
-    """A step of AdamW, which counts its updates for a schedule."""
-    return jax.jit(make_train_step(loss_sum, ADAMW))
+GUARDED = jax.jit(make_train_step(loss_sum, ADAMW))
+"""A step of AdamW, which counts its updates for a schedule."""
 
 
 def first() -> TrainState:
@@ -239,61 +186,53 @@ def with_weight(weight: float, seed: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])
-def test_a_bad_batch_changes_nothing_but_the_number_of_the_step(step, weight):
-    state, _ = step(first(), with_weight(1))
-    after, metrics = step(state, with_weight(weight))
-    assert_equal_bits(after.params, state.params)
-    assert_equal_bits(after.optimizer_state, state.optimizer_state)
-    assert int(after.step) == 2
-    assert metrics["skipped"] == metrics["skipped_in_row"] == 1
-    assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
-
-
-def test_a_run_with_a_bad_batch_ends_as_one_without_it(step):
+def test_a_run_with_a_bad_batch_ends_as_one_without_it(weight):
     """The optimizer's counts, and so its schedule, do not see it."""
-    good = [with_weight(1, seed) for seed in range(6)]
+    good = [with_weight(1, seed) for seed in range(4)]
     states = []
-    for batches in (good, [*good[:3], with_weight(np.nan), *good[3:]]):
+    for batches in (good, [*good[:2], with_weight(weight), *good[2:]]):
         state = first()
         for batch in batches:
-            state, metrics = step(state, batch)
+            before = state
+            state, metrics = GUARDED(state, batch)
+            if not np.isfinite(batch.loss_weights).all():
+                assert_equal_bits(state.params, before.params)
+                assert_equal_bits(state.optimizer_state, before.optimizer_state)
+                assert metrics["skipped"] == metrics["skipped_in_row"] == 1
         states.append(state)
     assert_equal_bits(states[0].params, states[1].params)
     assert_equal_bits(states[0].optimizer_state, states[1].optimizer_state)
-    assert [int(state.step) for state in states] == [6, 7]
+    assert [int(state.step) for state in states] == [4, 5]
     assert metrics["skipped"] == 1 and metrics["skipped_in_row"] == 0
     # A loss that is not finite is not remembered either.
     np.testing.assert_array_equal(states[0].guard.losses, states[1].guard.losses)
 
 
 def test_overflowing_gradients_of_a_finite_loss_are_skipped():
-    def steep(params: Any, batch: Batch) -> jax.Array:
-        return 1e30 * jnp.square(params["table"] * 1e-20).sum() * 1e15
+    def steep(params, batch):
+        return jnp.sqrt(params["table"]).sum()
 
-    state = initial_state({"table": jnp.full(6, 1e20)}, ADAMW)
+    state = initial_state({"table": jnp.zeros(6)}, ADAMW)
     after, metrics = jax.jit(make_train_step(steep, ADAMW))(state, with_weight(1))
-    assert not np.isfinite(metrics["grad_norm"]) or not np.isfinite(metrics["loss"])
+    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
     assert_equal_bits(after.params, state.params)
     assert int(after.guard.skipped) == 1
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "topology", ["v4:2x2x1", pytest.param("h200:1x1x1", marks=pytest.mark.slow)]
-)
-def test_the_guard_holds_no_second_copy_of_the_parameters(topology, monkeypatch):
-    """In programs for chips, beside one that skips no update."""
-    mesh = Mesh(np.array(aot_pod(topology).devices[:1]), ("chip",))
+def test_the_guard_holds_no_second_copy_of_the_parameters(monkeypatch):
+    """In a program for a TPU, beside one that skips no update."""
+    mesh = Mesh(np.array(aot_pod("v4:2x2x1").devices[:1]), ("chip",))
     size = 1 << 20
     params = {"table": jnp.zeros(size), "more": jnp.zeros(2 * size)}
+    batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, with_weight(1)))
 
-    def cost(params: Any, batch: Batch) -> jax.Array:
+    def cost(params, batch):
         parts = [jnp.square(jnp.sin(x) - 1).sum() for x in params.values()]
         return sum(parts) * batch.loss_weights.sum()
 
     def peak() -> int:
         state = jax.eval_shape(lambda: initial_state(params, ADAMW))
-        batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, with_weight(1)))
         step = jax.jit(
             make_train_step(cost, ADAMW),
             donate_argnums=0,
@@ -311,9 +250,7 @@ def test_the_guard_holds_no_second_copy_of_the_parameters(topology, monkeypatch)
 def test_replays_of_bad_data_agree_to_the_bit():
     replay = jax.jit(make_replay(loss_sum))
     for weight in (1.0, np.nan, np.inf):
-        batch = with_weight(weight)
-        state = first()
-        _, metrics = jax.jit(make_train_step(loss_sum, ADAMW))(state, batch)
+        batch, state = with_weight(weight), first()
+        metrics = {n: float(x) for n, x in GUARDED(state, batch)[1].items()}
         found = [replay(state.params, batch) for _ in range(2)]
-        metrics = {name: float(x) for name, x in metrics.items()}
         assert "look at its data" in compare_replays(4, metrics, found)
