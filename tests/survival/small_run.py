@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import train
 from tests.processes import Processes
 from tests.runs import Run, assert_equal_bits
@@ -66,21 +64,6 @@ def on(beginning: str, act: Callable[[str], None]) -> Callable[[str], None]:
     return lambda line: act(line) if line.startswith(beginning) else None
 
 
-def before_call(
-    patch: pytest.MonkeyPatch, place: Any, name: str, number: int, act: Any
-) -> None:
-    """Acts before a function's call of this number, from 1."""
-    function, calls = getattr(place, name), []
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        calls.append(name)
-        if len(calls) == number:
-            act()
-        return function(*args, **options)
-
-    patch.setattr(place, name, wrapped)
-
-
 VICTIM = """
 import os, sys, time
 import train
@@ -102,7 +85,7 @@ sys.exit(train.main())
 def start_and_kill(
     run: Small,
     programs: Path,
-    beginning: str,
+    line: str,
     seconds: float,
     last_save: int = 0,
     **more: Any,
@@ -118,8 +101,8 @@ def start_and_kill(
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs), "LAST_SAVE": str(last_save)}
     with Processes([command], **kept) as started:
         (process,) = started.running
-        for line in iter(process.stdout.readline, ""):
-            if line.startswith(beginning):
+        for said in iter(process.stdout.readline, ""):
+            if said.startswith(line):
                 break
         time.sleep(seconds)
         process.kill()

@@ -10,7 +10,7 @@ import pytest
 
 import train
 from tasks import programs
-from tests.survival.small_run import QUIET, STEPS
+from tests.survival.small_run import QUIET
 from training.guard import SPIKE_WINDOW, BadSteps
 
 pytestmark = pytest.mark.thorough
@@ -20,7 +20,7 @@ def change_batches(patch: pytest.MonkeyPatch, steps: set[int], **fields: Any) ->
     """Changes fields of the batches of some steps, as they lie on the devices."""
     place, count = train.place, iter(range(1, 1000))
 
-    def placed(blocks: Any, *where: Any) -> Any:
+    def placed(blocks, *where):
         batch = place(blocks, *where)
         if next(count) in steps:
             shardings = jax.tree.map(lambda x: x.sharding, batch)
@@ -31,16 +31,12 @@ def change_batches(patch: pytest.MonkeyPatch, steps: set[int], **fields: Any) ->
     patch.setattr(train, "place", placed)
 
 
-def spoil(patch: pytest.MonkeyPatch, steps: set[int], weight: float) -> None:
-    """Gives the loss of some steps' batches a bad weight."""
-    change_batches(patch, steps, loss_weights=lambda x: x.at[0, 0].set(weight))
-
-
 def test_bad_steps_are_skipped_told_and_counted_and_too_many_end_the_run(
     run, monkeypatch, truth
 ):
     with monkeypatch.context() as patch:
-        spoil(patch, {5, *range(7, 100)}, np.nan)
+        bad = {5, *range(7, 100)}
+        change_batches(patch, bad, loss_weights=lambda x: x.at[0, 0].set(np.nan))
         said = "step 10, and 4 skipped .* finite, as step 6 left.* resumes from step 4"
         with pytest.raises(BadSteps, match=said):
             run.train(guard__stop_after=4, **QUIET)
@@ -57,13 +53,13 @@ def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) 
     """Sets the first element of an array of the state that a step leaves."""
     make = programs.Programs
 
-    def change(path: Any, leaf: jax.Array) -> jax.Array:
+    def change(path, leaf):
         if name not in jax.tree_util.keystr(path, simple=True, separator="."):
             return leaf
         return jax.device_put(leaf.at[(0,) * leaf.ndim].set(value), leaf.sharding)
 
-    def changing(train_step: Any, *others: Any) -> Any:
-        def changed(state: Any, batch: Any) -> Any:
+    def changing(train_step, *others):
+        def changed(state, batch):
             state, metrics = train_step(state, batch)
             if int(state.step) == step:
                 state = jax.tree_util.tree_map_with_path(change, state)
@@ -81,9 +77,7 @@ def change_state(patch: pytest.MonkeyPatch, step: int, name: str, value: float) 
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
-                (8, "params.head", np.nan, "params.head holds 1 nan.*between 4 and 8"),
                 (8, "nu.head", np.inf, "nu.head holds 1 inf.*between 4 and 8"),
-                (9, "mu.head", np.nan, "mu.head holds 1 nan .and 1 .*8 and 12"),
                 # Saved, as it is finite; no step that begins with it is.
                 (8, "params.norm.scale", 3e38, "finite, as step 8 left it"),
             ]
@@ -104,48 +98,15 @@ def test_what_breaks_the_state_ends_the_run_by_name_and_it_goes_on_from_before(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("validations", [0, 2])
-def test_a_run_whose_last_steps_made_no_update_does_not_end_well(run, validations):
-    rates = {"optimizer__peak_lr": 1e30, "guard__stop_after": STEPS}
-    said = rf"would end with .* norm nan at step {STEPS}: .*optimizer.peak_lr.*finite"
-    with pytest.raises(BadSteps, match=said):
-        run.train(train__validation_batches=validations, **rates)
-    assert run.steps() == set()
-
-
-@pytest.mark.slow
 def test_a_spike_of_the_loss_is_skipped_told_and_counted(run, monkeypatch):
     # The losses that are remembered are those of a run that has settled.
-    spike = 3 * SPIKE_WINDOW
-    never_seen = 255
+    spike, never_seen = 3 * SPIKE_WINDOW, 255
+    more = {"train__steps": spike + 5, "checkpoint__save_every_steps": 1000, **QUIET}
     with monkeypatch.context() as patch:
         change_batches(patch, {spike}, targets=lambda x: jnp.full_like(x, never_seen))
-        run.train(
-            guard__spike_sigmas=6.0,
-            train__steps=spike + 5,
-            checkpoint__save_every_steps=1000,
-            **QUIET,
-        )
+        run.train(guard__spike_sigmas=6.0, **more)
     (warning,) = run.warnings()
     assert f"at step {spike}: no update (1 in a row)" in warning
     assert run.curve("guard/skipped")[-2:] == [(spike + 4, 1), (spike + 5, 1)]
     losses = run.losses()
     assert losses[spike - 1] > 2 * losses[spike:].max()
-
-
-@pytest.mark.slow
-def test_a_chip_that_computes_wrongly_once_ends_the_run(run, monkeypatch):
-    """The step's batch is bad once, and good when it is replayed."""
-    flush = train.Report.flush
-
-    def corrupted(report: Any) -> None:
-        if report._pending and report._pending[0] == 5:
-            step, metrics, end = report._pending
-            wrong = {"loss": np.nan, "skipped": 1.0, "skipped_in_row": 1.0}
-            report._pending = step, metrics | wrong, end
-        flush(report)
-
-    monkeypatch.setattr(train.Report, "flush", corrupted)
-    with pytest.raises(BadSteps, match="step 5 was computed 3 times.*hardware"):
-        run.train(guard__replay=True, **QUIET)
-    assert run.steps() == {"4"}

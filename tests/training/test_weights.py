@@ -1,6 +1,5 @@
 """Parameters out of a checkpoint: bit for bit, of the right model, nothing written."""
 
-import operator
 from typing import Any
 
 import jax
@@ -28,10 +27,14 @@ def parameters() -> Any:
 def on_mesh(tree: Any, devices: int = 8) -> Any:
     """Shapes of the arrays, their last axis over so many devices."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
-    sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-    )
+
+    def like(x):
+        spec = PartitionSpec(*[None] * (x.ndim - 1), "fsdp")
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+
+    return jax.tree.map(like, tree)
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +44,15 @@ def workdir(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("devices", [1, 8])
 def test_parameters_come_back_bit_for_bit_on_any_mesh(workdir, devices):
-    before = content(workdir)
+    before, abstract = content(workdir), on_mesh(parameters(), devices)
     saved = SavedParameters(workdir)
     assert (saved.step, saved.fingerprint) == (0, FINGERPRINT)
-    abstract = on_mesh(parameters(), devices)
     restored = saved.restore(abstract)
     assert_equal_bits(restored, parameters())
-    shardings = (jax.tree.map(lambda x: x.sharding, x) for x in (restored, abstract))
-    assert operator.eq(*shardings)
+    for got, like in zip(*map(jax.tree.leaves, (restored, abstract)), strict=True):
+        assert got.sharding == like.sharding
     assert content(workdir) == before
 
 
@@ -70,12 +72,11 @@ def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_pat
 
 def test_a_run_does_not_go_on_from_parameters_alone(workdir):
     before = content(workdir)
-    state = {"params": parameters(), "optimizer_state": {"mu": parameters()}}
-    with Checkpoints(
-        workdir / "checkpoints", keep=1, fingerprint=FINGERPRINT
-    ) as checkpoints:
+    state = on_mesh({"params": parameters(), "optimizer_state": {"mu": parameters()}})
+    options = {"keep": 1, "fingerprint": FINGERPRINT}
+    with Checkpoints(workdir / "checkpoints", **options) as checkpoints:
         with pytest.raises(ValueError, match="holds imported weights and not a") as no:
-            checkpoints.restore(on_mesh(state))
+            checkpoints.restore(state)
     said = str(no.value)
     assert "config.init_from" in said and "\n" not in said and "mu" not in said
     assert content(workdir) == before
@@ -96,13 +97,10 @@ def test_parameters_of_another_model_are_refused_by_field(workdir):
     with pytest.raises(ValueError, match="scaling.factor") as caught:
         saved.check_model(OTHER, ("rope_theta",))
     assert "rope_theta:" not in str(caught.value)
-
-
-def test_parameters_that_do_not_fit_are_refused_by_name(workdir):
     wrong = parameters() | {"head": np.zeros((8, 16), np.float32)}
     wrong["embedding"] = np.zeros((17, 8), np.float32)
     with pytest.raises(ValueError) as caught:
-        SavedParameters(workdir).restore(on_mesh(wrong))
+        saved.restore(on_mesh(wrong))
     message = str(caught.value)
     assert "params.embedding: saved float32[16, 8], this run float32[17, 8]" in message
     assert "params.head: saved nothing, this run float32[8, 16]" in message
@@ -131,22 +129,23 @@ def test_a_place_without_checkpoint_is_refused_and_stays_as_it_is(tmp_path):
 @pytest.mark.parametrize("moment", ["_read_meta", "_read_arrays"])
 def test_of_a_run_that_rotates_the_newest_step_is_read(tmp_path, monkeypatch, moment):
     """The step that was found is deleted while it is read, and a newer one is there."""
-    options = {"keep": 1, "fingerprint": FINGERPRINT}
-    with Checkpoints(tmp_path / "checkpoints", **options) as run:
-        run.save(1, {"params": {"w": np.full(8, 1, np.float32)}})
     read, seen = getattr(StoredStep, moment), []
+
+    def save(step):
+        options = {"keep": 1, "fingerprint": FINGERPRINT}
+        with Checkpoints(tmp_path / "checkpoints", **options) as run:
+            run.save(step, {"params": {"w": np.full(8, step, np.float32)}})
 
     def rotated(stored, *arguments):
         seen.append(stored.step)
         if seen == [1]:
-            with Checkpoints(tmp_path / "checkpoints", **options) as run:
-                run.save(2, {"params": {"w": np.full(8, 2, np.float32)}})
+            save(2)
             assert not stored.directory.exists()
         return read(stored, *arguments)
 
+    save(1)
     monkeypatch.setattr(StoredStep, moment, rotated)
     saved = SavedParameters(tmp_path)
-    mesh = NamedSharding(Mesh(np.array(jax.devices()), ("fsdp",)), PartitionSpec())
-    like = jax.ShapeDtypeStruct((8,), np.float32, sharding=mesh)
-    np.testing.assert_array_equal(saved.restore({"w": like})["w"], np.full(8, 2))
+    restored = saved.restore(on_mesh({"w": np.zeros(8, np.float32)}))
+    np.testing.assert_array_equal(restored["w"], np.full(8, 2))
     assert saved.step == 2

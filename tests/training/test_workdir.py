@@ -64,17 +64,13 @@ def test_a_file_that_its_holder_removes_meanwhile_is_not_the_one_to_lock(
 
 
 def test_what_cannot_be_locked_is_said_and_no_error(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    said: list[str] = []
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = []
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
     with locked(str(tmp_path), said.append), locked("gs://bucket/run", said.append):
         pass
-    wanted = ["No locks available"], ["is a bucket"]
-    assert (
-        tuple(re.findall("No locks available|is a bucket", x) for x in said) == wanted
-    )
+    first, second = said
+    assert "No locks available" in first and "is a bucket" in second
 
 
 def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
