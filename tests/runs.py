@@ -93,9 +93,10 @@ def kept_in(directory: Path) -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-def files(directory: Path) -> dict[Path, bytes]:
+def files(directory: Path) -> dict[str, bytes]:
     """The content of every file in a directory, to see that nothing changes."""
-    return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
 def checkpoints_of(config: ConfigDict) -> Checkpoints:
@@ -160,7 +161,7 @@ class Run:
         with checkpoints_of(config) as checkpoints:
             return checkpoints.restore(shapes)[0]
 
-    def files(self) -> dict[Path, bytes]:
+    def files(self) -> dict[str, bytes]:
         return files(self.workdir)
 
 

@@ -46,36 +46,16 @@ for given, expected in zip(on_ring, gradient(one)(q, k, v), strict=True):
 """
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from annulus import make_ring_attention, ring_attention",
-        "from annulus import *",
-        "import annulus as a; a.make_ring_attention; ring_attention = a.ring_attention",
-    ],
-)
-def test_functions_are_not_hidden_by_the_files_that_they_are_in(imports, tmp_path):
-    (tmp_path / "annulus").symlink_to(ROOT / "kernels")
-    program = f"{imports}\nassert callable(ring_attention)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def run_outside(packages: Path, python: str = sys.executable) -> tuple[int, str]:
-    """Runs the program where neither the root nor its folders can be imported.
+def run_outside(
+    packages: Path, program: str = PROGRAM, python: str = sys.executable
+) -> tuple[int, str]:
+    """Runs a program where neither the root nor its folders can be imported.
 
     Returns:
       Its exit code and what it said on stderr.
     """
     done = subprocess.run(
-        [python, "-c", PROGRAM],
+        [python, "-c", program],
         cwd=packages,
         env=os.environ | {"PYTHONPATH": str(packages), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -84,10 +64,23 @@ def run_outside(packages: Path, python: str = sys.executable) -> tuple[int, str]
     return done.returncode, done.stderr
 
 
+# Functions that the files they are in would hide.
+HIDDEN = """
+from annulus import make_ring_attention, ring_attention
+assert callable(ring_attention)
+from annulus import *
+assert callable(ring_attention)
+import annulus
+annulus.make_ring_attention
+assert callable(annulus.ring_attention)
+"""
+
+
 @pytest.mark.thorough
-def test_a_program_outside_runs_the_ring(tmp_path):
+@pytest.mark.parametrize("program", [HIDDEN, PROGRAM], ids=["names", "ring"])
+def test_a_program_outside_runs_the_ring(tmp_path, program):
     (tmp_path / "annulus").symlink_to(ROOT / "kernels")
-    assert run_outside(tmp_path) == (0, "")
+    assert run_outside(tmp_path, program) == (0, "")
 
 
 @pytest.mark.slow
@@ -103,7 +96,7 @@ def test_pip_installs_the_package_and_all_that_it_needs(tmp_path):
     python = str(environment / "bin/python")
     subprocess.run([python, "-m", "pip", "install", "-q", source], check=True)
     (tmp_path / "empty").mkdir()
-    assert run_outside(tmp_path / "empty", python) == (0, "")
+    assert run_outside(tmp_path / "empty", python=python) == (0, "")
 
 
 def test_every_folder_of_the_package_is_installed():

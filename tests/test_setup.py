@@ -4,8 +4,8 @@ Nothing is installed: `python3.12` is a shell script that answers questions as t
 Python of these tests does, and only writes down the calls of `venv` and `pip`.
 """
 
-import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -77,11 +77,10 @@ class Setup:
         assert (result.returncode, result.stderr) == (0, "")
         return self.log.read_text().splitlines() if self.log.exists() else []
 
-    def refuses(self, *said: str, files: tuple[str, ...] = (), **environment: str):
+    def refuses(self, said: str, *files: str, **environment: str) -> None:
         result = self.run(*files, **environment)
-        assert result.returncode != 0
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-        assert all(part in result.stderr for part in said), result.stderr
+        assert result.returncode and len(result.stderr.splitlines()) == 1, result.stderr
+        assert said in result.stderr
 
 
 @pytest.fixture
@@ -96,52 +95,37 @@ def setup(empty):
 
 
 def test_what_is_missing_is_said_in_one_line(empty):
-    empty.refuses("Python 3.12 is missing", "pyenv install 3.12")
-    for version in ((3, 11, 7), (3, 13, 0)):  # under the right name all the same
-        code = f"import sys; sys.version_info = {version}; exec(sys.argv[1])"
-        python = f'exec {PYTHON} -I -c {shlex.quote(code)} "$3"'
-        empty.write("bin/python3.12", f"#!/bin/sh\n{python}\n")
-        empty.refuses("Python 3.12 is missing")
+    empty.refuses("Python 3.12 is missing")
+    # Of another version under the right name.
+    code = "import sys; sys.version_info = 3, 13, 0; exec(sys.argv[1])"
+    python = f'exec {PYTHON} -I -c {shlex.quote(code)} "$3"'
+    empty.write("bin/python3.12", f"#!/bin/sh\n{python}\n")
+    empty.refuses("Python 3.12 is missing")
     refuse = 'case "$*" in *ensurepip*) exit 1;; esac'
-    text = f'#!/bin/sh\n{refuse}\nexec {PYTHON} "$@"\n'
-    path = empty.write("bin/python3.12", text)
-    empty.refuses(str(path), "apt install python3.12-venv")
+    empty.write("bin/python3.12", f'#!/bin/sh\n{refuse}\nexec {PYTHON} "$@"\n')
+    empty.refuses("lacks ensurepip")
     assert not empty.venv.exists()
 
 
 def test_what_cannot_be_installed_and_what_is_no_environment_is_left_alone(setup):
-    setup.refuses("moon.txt is missing", files=("base.txt", "moon.txt"))
+    setup.refuses("moon.txt is missing", "base.txt", "moon.txt")
     assert not setup.log.exists()
     thesis = setup.write(".venv/thesis.txt", "years of work")
     setup.refuses(".venv is no virtual environment")
     assert thesis.read_text() == "years of work"
 
 
-PYTHONS = [
-    ("later/python3.12", {}),
-    ("later/python3", {}),
-    ("later/python", {}),
-    (".pyenv/versions/3.12.9/bin/python", {}),
-    ("elsewhere/versions/3.12.1/bin/python", {"PYENV_ROOT": "elsewhere"}),
-]
-
-
-@pytest.mark.parametrize(("python", "environment"), PYTHONS)
-def test_a_failing_shim_gives_way_to_the_next_python(empty, python, environment):
-    shim = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
-    empty.write("bin/python3.12", shim)
+@pytest.mark.parametrize(
+    "python", ["later/python3", ".pyenv/versions/3.12.9/bin/python"]
+)
+def test_a_failing_shim_gives_way_to_the_next_python(empty, python):
+    empty.write("bin/python3.12", "#!/bin/sh\nexit 127\n")
     empty.write(python, RECORDER)
-    path = f"{empty.root}/bin:{empty.root}/later"
-    assert empty.calls(PATH=path, **environment)[0] == "venv"
+    assert empty.calls(PATH=f"{empty.root}/bin:{empty.root}/later")[0] == "venv"
 
 
 def test_only_what_changed_is_installed(setup):
-    result = setup.run()
-    making, installing = result.stdout.splitlines()
-    version = ".".join(map(str, sys.version_info[:3]))
-    assert making == f"making .venv with {sys.executable} ({version})"
-    assert installing.startswith("installing base.txt ")
-    venv, pip = setup.log.read_text().splitlines()
+    venv, pip = setup.calls()
     assert venv == "venv" and pip.endswith(" --requirement=base.txt")
     assert setup.calls() == [] and setup.run().stdout == ""
     setup.write("base.txt", "one==2\n")
@@ -202,10 +186,8 @@ MAKES = {
 def test_make_runs_in_this_order(empty, arguments):
     command = "make", "--dry-run", "-C", ROOT, *arguments.split()
     printed = empty.start(*command, check=True).stdout
-    rest = printed
-    for part in MAKES[arguments].split("|"):
-        _, found, rest = rest.partition(part)
-        assert found, f"{part} is not in {printed}, or not in its place"
+    parts = map(re.escape, MAKES[arguments].split("|"))
+    assert re.search(".*".join(parts), printed, re.DOTALL), printed
     for part in ("make_venv.sh", "-m pytest", "-m slow"):
         assert printed.count(part) == MAKES[arguments].count(part)
 
@@ -221,42 +203,31 @@ def test_continuous_integration_runs_both_tiers_from_anywhere(empty, command):
     assert (tree / "seen").read_text().strip() == os.path.realpath(tree)
 
 
+def check(device: str, folder: Path, python: str, *arguments: str) -> Any:
+    return subprocess.run(
+        ["bash", ROOT / f"tools/{device}_check.sh", *arguments],
+        env=os.environ | {"OUT": str(folder), "PYTHON": python},
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("device, platform", [("gpu", "cuda"), ("tpu", "tpu")])
 def test_checks_of_a_device_that_is_not_there_end_with_a_line(
     device, platform, tmp_path
 ):
-    done = subprocess.run(
-        ["bash", ROOT / f"tools/{device}_check.sh"],
-        env=os.environ | {"OUT": str(tmp_path), "PYTHON": "false"},
-        capture_output=True,
-        text=True,
-    )
+    done = check(device, tmp_path, "false")
     (line,) = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (1, "")
     assert line.startswith(f"error: false cannot run this on {platform}: ")
-    assert line.endswith(
-        f'make venv ACCELERATOR="{device} dev", and set PYTHON=.venv/bin/python'
-    )
+    assert f'make venv ACCELERATOR="{device} dev"' in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["gpu", "tpu"])
 def test_checks_of_a_device_are_rehearsed(device, tmp_path):
-    done = subprocess.run(
-        ["bash", ROOT / f"tools/{device}_check.sh", "rehearsal"],
-        env=os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
+    done = check(device, tmp_path, sys.executable, "rehearsal")
     assert done.returncode == 0, done.stdout[-2000:]
-    names = {
-        "kernels",
-        "ring",
-        "train",
-        "gist",
-        "sizes",
-        *["rings"] * (device == "tpu"),
-    }
-    assert {path.stem for path in tmp_path.glob("*.json")} == names
-    for path in tmp_path.glob("*.json"):
-        assert json.loads(path.read_text())
+    found = {path.stem for path in tmp_path.glob("*.json") if path.read_text()}
+    names = {"kernels", "ring", "train", "gist", "sizes"}
+    assert found == names | ({"rings"} if device == "tpu" else set())

@@ -55,11 +55,6 @@ def checkpoints(
     return Checkpoints(directory, **options)
 
 
-def content(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(f.relative_to(directory)): f.read_bytes() for f in files}
-
-
 def assert_restores(saved: Checkpoints, step: int) -> None:
     restored, meta = saved.restore(abstract(state(0)))
     assert meta["step"] == step

@@ -15,10 +15,9 @@ from tests.checkpoints.small_state import (
     abstract,
     assert_restores,
     checkpoints,
-    content,
     state,
 )
-from tests.runs import assert_equal_bits
+from tests.runs import assert_equal_bits, files
 from training.checkpoint import Checkpoints
 
 Moments = collections.namedtuple("Moments", "count mu")
@@ -27,11 +26,13 @@ Moments = collections.namedtuple("Moments", "count mu")
 def shardings(num_devices: int) -> Any:
     """The matrix over fsdp and ring; every other array is replicated."""
     devices = np.array(jax.devices()[:num_devices]).reshape(-1, 2)
-    mesh = Mesh(devices, ("fsdp", "ring"))
-    specs = {2: PartitionSpec("fsdp", "ring")}
-    return jax.tree.map(
-        lambda x: NamedSharding(mesh, specs.get(x.ndim, PartitionSpec())), state(0)
-    )
+    mesh, matrix = Mesh(devices, ("fsdp", "ring")), PartitionSpec("fsdp", "ring")
+    specs = jax.tree.map(lambda x: matrix if x.ndim == 2 else PartitionSpec(), state(0))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def with_moments(tree: Any) -> Any:
+    return tree | {"optimizer": (Moments(tree["step"], tree["params"]),)}
 
 
 @pytest.fixture
@@ -42,60 +43,41 @@ def step_1(tmp_path):
     return tmp_path
 
 
-def with_moments(tree: Any) -> Any:
-    return tree | {"optimizer": (Moments(tree["step"], tree["params"]),)}
-
-
 def test_state_is_equal_to_the_bit_on_8_then_4_then_2_devices(tmp_path):
+    """And may be deleted right after a save, as a step does that takes its memory."""
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest_step() is None
+        saved.check_fingerprint()
+        with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+            saved.restore(abstract(state(0)))
     placed = jax.device_put(state(7), shardings(8))
     for step, count in enumerate((4, 2)):
-        with checkpoints(tmp_path) as saved:
-            saved.save(step, placed)
         places = shardings(count)
         like = jax.tree.map(lambda x, s: x.update(sharding=s), abstract(placed), places)
         with checkpoints(tmp_path) as saved:
+            saved.save(step, placed)
+            for leaf in jax.tree.leaves(placed):
+                leaf.delete()
+        with checkpoints(tmp_path) as saved:
+            assert saved.latest_step() == step
             placed, _ = saved.restore(like)
         for leaf, place in zip(*map(jax.tree.leaves, (placed, places)), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
         assert_equal_bits(placed, state(7))
 
 
-def test_state_may_be_deleted_right_after_save(tmp_path):
-    """As a step does that takes its memory."""
-    placed = jax.device_put(state(0), shardings(2))
-    with checkpoints(tmp_path) as saved:
-        saved.save(0, placed)
-        for leaf in jax.tree.leaves(placed):
-            leaf.delete()
-        assert_restores(saved, 0)
-
-
-def test_step_zero_is_a_step_and_an_empty_directory_has_none(tmp_path):
-    place = tmp_path / "made" / "here"
-    with checkpoints(place) as saved:
-        assert saved.latest_step() is None
-        saved.check_fingerprint()
-        with pytest.raises(FileNotFoundError, match="no checkpoint in"):
-            saved.restore(abstract(state(0)))
-        saved.save(0, state(0))
-        assert saved.latest_step() == 0
-    with checkpoints(place) as saved:
-        assert saved.latest_step() == 0
-        assert_restores(saved, 0)
-
-
 @pytest.mark.parametrize("step", [20, 30])
 def test_saved_step_is_never_overwritten_nor_an_older_one_added(directory, step):
-    before = content(directory)
+    before = files(directory)
     with checkpoints(directory) as saved:
         with pytest.raises(ValueError, match=f"step={step} is not newer than step 30"):
             saved.save(step, state(2))
-    assert content(directory) == before
+    assert files(directory) == before
 
 
 def assert_refused(directory: Path, fingerprint: Any, message: str) -> None:
     """By whatever comes first, and nothing is changed."""
-    before = content(directory)
+    before = files(directory)
     with Checkpoints(directory, keep=2, fingerprint=fingerprint) as saved:
         for refused in (
             saved.check_fingerprint,
@@ -104,7 +86,7 @@ def assert_refused(directory: Path, fingerprint: Any, message: str) -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 refused()
-    assert content(directory) == before
+    assert files(directory) == before
 
 
 def test_other_model_is_refused_by_every_differing_key(tmp_path):
@@ -134,35 +116,30 @@ def test_meta_data_without_fingerprint_is_refused(step_1):
 
 
 MATRIX = "matrix: saved float32[64, 48], this run "
+UNFIT = {
+    "shape": ("matrix", (64, 24), "float32", [f"{MATRIX}float32[64, 24]"]),
+    # It is not cast.
+    "type": ("matrix", (64, 48), "bfloat16", [f"{MATRIX}bfloat16[64, 48]"]),
+    "name": (
+        *("output", (64, 48), "float32"),
+        [f"{MATRIX}nothing", "output: saved nothing, this run float32[64, 48]"],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "matrix", "differences"),
-    [
-        ("matrix", jnp.ones((64, 24)), [f"{MATRIX}float32[64, 24]"]),
-        # It is not cast.
-        ("matrix", jnp.ones((64, 48), "bfloat16"), [f"{MATRIX}bfloat16[64, 48]"]),
-        (
-            "output",
-            jnp.ones((64, 48)),
-            [f"{MATRIX}nothing", "output: saved nothing, this run float32[64, 48]"],
-        ),
-    ],
-    ids=["shape", "type", "name"],
-)
-def test_arrays_that_do_not_fit_are_refused_by_name(step_1, name, matrix, differences):
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_arrays_that_do_not_fit_are_refused_by_name(step_1, unfit):
     """Those of a NamedTuple too, which is saved as a dict."""
+    name, shape, dtype, differences = UNFIT[unfit]
     tree = state(1)
     del tree["params"]["matrix"]
-    tree["params"][name] = matrix
+    tree["params"][name] = jnp.ones(shape, dtype)
     with checkpoints(step_1) as saved:
         with pytest.raises(ValueError, match="does not fit the train state") as caught:
             saved.restore(abstract(with_moments(tree)))
-    assert str(caught.value).splitlines()[1:] == [
-        f"  {part}.{line}"
-        for part in ("optimizer.0.mu", "params")
-        for line in differences
-    ]
+    parts = "optimizer.0.mu", "params"
+    wanted = [f"  {part}.{line}" for part in parts for line in differences]
+    assert str(caught.value).splitlines()[1:] == wanted
 
 
 def test_save_cut_off_by_a_kill_is_not_a_step(directory):
@@ -176,17 +153,12 @@ def test_save_cut_off_by_a_kill_is_not_a_step(directory):
         assert_restores(saved, 50)
 
 
-@pytest.mark.parametrize(
-    ("keep", "fingerprint", "message"),
-    [
-        *((n, {}, f"keep={n!r} must be at least 1") for n in (0, 2.5, True, "3")),
-        (2, {"dtype": jnp.float32}, "give finite numbers, strings"),
-        (2, {"factor": np.nan}, "give finite numbers, strings"),
-    ],
-)
-def test_bad_arguments_are_refused_before_the_directory_is_made(
-    tmp_path, keep, fingerprint, message
-):
-    with pytest.raises(ValueError, match=message):
-        Checkpoints(tmp_path / "run", keep=keep, fingerprint=fingerprint)
+def test_bad_arguments_are_refused_before_the_directory_is_made(tmp_path):
+    bad = {"keep": (0, 2.5, True, "3"), "fingerprint": ({"a": jnp.int8}, {"a": np.nan})}
+    said = {"keep": "keep=.* must be at least 1", "fingerprint": "give finite numbers"}
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match=said[name]):
+                given = {"keep": 2, "fingerprint": {}} | {name: value}
+                Checkpoints(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()

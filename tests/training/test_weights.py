@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.checkpoints.small_state import content
-from tests.runs import assert_equal_bits
+from tests.runs import assert_equal_bits, files
 from training.checkpoint import Checkpoints
 from training.stored_step import StoredStep
 from training.weights import SavedParameters, save_parameters
@@ -46,14 +45,14 @@ def workdir(tmp_path_factory):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_parameters_come_back_bit_for_bit_on_any_mesh(workdir, devices):
-    before, abstract = content(workdir), on_mesh(parameters(), devices)
+    before, abstract = files(workdir), on_mesh(parameters(), devices)
     saved = SavedParameters(workdir)
     assert (saved.step, saved.fingerprint) == (0, FINGERPRINT)
     restored = saved.restore(abstract)
     assert_equal_bits(restored, parameters())
     for got, like in zip(*map(jax.tree.leaves, (restored, abstract)), strict=True):
         assert got.sharding == like.sharding
-    assert content(workdir) == before
+    assert files(workdir) == before
 
 
 def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_path):
@@ -71,7 +70,7 @@ def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_pat
 
 
 def test_a_run_does_not_go_on_from_parameters_alone(workdir):
-    before = content(workdir)
+    before = files(workdir)
     state = on_mesh({"params": parameters(), "optimizer_state": {"mu": parameters()}})
     options = {"keep": 1, "fingerprint": FINGERPRINT}
     with Checkpoints(workdir / "checkpoints", **options) as checkpoints:
@@ -79,7 +78,7 @@ def test_a_run_does_not_go_on_from_parameters_alone(workdir):
             checkpoints.restore(state)
     said = str(no.value)
     assert "config.init_from" in said and "\n" not in said and "mu" not in said
-    assert content(workdir) == before
+    assert files(workdir) == before
 
 
 def test_parameters_of_another_model_are_refused_by_field(workdir):

@@ -15,8 +15,6 @@ from tests.processes import Processes
 from training import workdir
 from training.workdir import LOCK, locked, make_writable, replace_text
 
-FULL = "No space left on device"
-
 HOLDS = """
 import sys, time
 from training.workdir import locked
@@ -91,10 +89,13 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
     assert file.read_text() == "of mine"
 
 
-def test_a_full_disk_is_named_by_its_path():
-    with pytest.raises(OSError, match="No space left on device: '/dev/full/config"):
-        with mock.patch.object(Path, "write_text", side_effect=OSError(28, FULL)):
-            replace_text(Path("/dev/full/config.json"), "{}")
+def test_a_full_disk_is_named_by_its_path_and_leaves_the_file_before(tmp_path):
+    path, full = tmp_path / "config.json", OSError(28, "No space left on device")
+    replace_text(path, "before")
+    with pytest.raises(OSError, match=f"No space left on device: '{path}"):
+        with mock.patch.object(Path, "write_text", side_effect=full):
+            replace_text(path, "{}")
+    assert path.read_text() == "before"
 
 
 @pytest.mark.parametrize("name", ["", " ", "~/run", "~"])
