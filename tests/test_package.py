@@ -12,16 +12,16 @@ import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The striped ring of 8 simulated devices, on a mesh as `jax.make_mesh` makes it (with
+# The striped ring of 4 simulated devices, on a mesh as `jax.make_mesh` makes it (with
 # explicit shardings), against attention on one device.
 PROGRAM = """
 import sys
 import jax, numpy as np
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 4)
 from annulus import Striped, attention, compiler_options, documents
 from annulus import make_ring_attention, permute, unpermute
 
-mesh, layout = jax.make_mesh((8,), ("ring",)), Striped()
+mesh, layout = jax.make_mesh((4,), ("ring",)), Striped()
 attend = make_ring_attention(mesh, layout=layout)
 rng = np.random.default_rng(11)
 q = rng.normal(size=(1, 64, 4, 16)).astype(np.float32)
@@ -29,9 +29,9 @@ k, v = (rng.normal(size=(1, 64, 2, 16)).astype(np.float32) for _ in range(2))
 ids = np.sort(rng.integers(0, 5, (1, 64)))  # the document of each token
 ring = lambda *qkv: attend(*qkv, documents(ids))
 one = lambda *qkv: attention(*qkv, visible=documents(ids))
-striped = [permute(x, layout, 8) for x in (q, k, v)]
+striped = [permute(x, layout, 4) for x in (q, k, v)]
 options = compiler_options(jax.devices()[0].device_kind)
-out = unpermute(jax.jit(ring, compiler_options=options)(*striped), layout, 8)
+out = unpermute(jax.jit(ring, compiler_options=options)(*striped), layout, 4)
 np.testing.assert_allclose(out, one(q, k, v), atol=1e-5)
 assert not {"kernels", "flax", "optax", "tests"} & set(sys.modules)
 
@@ -40,7 +40,7 @@ def gradient(attend):
 
 
 with jax.set_mesh(mesh):
-    on_ring = [unpermute(x, layout, 8) for x in gradient(ring)(*striped)]
+    on_ring = [unpermute(x, layout, 4) for x in gradient(ring)(*striped)]
 for given, expected in zip(on_ring, gradient(one)(q, k, v), strict=True):
     np.testing.assert_allclose(given, expected, atol=1e-5)
 """

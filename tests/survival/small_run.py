@@ -83,12 +83,7 @@ sys.exit(train.main())
 
 
 def start_and_kill(
-    run: Small,
-    programs: Path,
-    line: str,
-    seconds: float,
-    last_save: int = 0,
-    **more: Any,
+    run: Small, programs: Path, line: str, seconds: float, last_save: int = 0
 ) -> bool:
     """Starts a run in a process of its own and kills it some time after a line.
 
@@ -97,9 +92,8 @@ def start_and_kill(
     Returns:
       Whether it was killed, and had not ended before.
     """
-    command = ["-c", VICTIM, *run.flags(**more)]
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs), "LAST_SAVE": str(last_save)}
-    with Processes([command], **kept) as started:
+    with Processes([["-c", VICTIM, *run.flags()]], **kept) as started:
         (process,) = started.running
         for said in iter(process.stdout.readline, ""):
             if said.startswith(line):

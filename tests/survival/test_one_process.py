@@ -89,13 +89,6 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_signal_at_the_last_step_finds_a_complete_run(run, truth):
-    run.train_and(on(f"step {STEPS - 1}", send_sigterm))
-    assert run.said[-1].startswith(f"done: step {STEPS}")
-    assert_equal_bits(run.state(), truth)
-
-
-@pytest.mark.slow
 def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(run, programs, truth):
     kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
     with Processes([["train.py", *run.flags()]], **kept) as started:
@@ -106,10 +99,8 @@ def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(run, programs,
     (line,) = errors.splitlines()
     stopped = re.match(rf"preempted: step (\d+) of {STEPS}, ", line)
     assert run.has_checkpoint(int(stopped[1]))
-    code, said, errors = run_program("train.py", *run.flags(), **kept)
-    assert code == 0, errors
-    assert f"resuming from step {stopped[1]}" in said
-    assert "goodput" in said.splitlines()[-1]
+    run.command()
+    assert f"resuming from step {stopped[1]}" in run.said
     assert_equal_bits(run.state(), truth)
     code, _, errors = run_program("train.py", *run.flags(checkpoint__keep=0))
     assert (code, errors) == (1, "error: config.checkpoint.keep=0 must be at least 1\n")
@@ -125,29 +116,23 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
 ):
     """Half of the kills are while a save is on its way."""
     # Steps enough that some are left after that many kills.
-    more = {
-        "train__steps": max(2 * STEPS, 5 * kills),
-        "checkpoint__save_every_steps": 2,
-        "checkpoint__keep": 2,
-        "train__validation_batches": 0,
-    }
-    fields = {f"optimizer__{name}": x for name, x in KINDS.get(kind, {}).items()}
+    fields = {"train__steps": max(2 * STEPS, 5 * kills), "checkpoint__keep": 2}
+    fields |= {"checkpoint__save_every_steps": 2, **QUIET}
+    fields |= {f"optimizer__{name}": x for name, x in KINDS.get(kind, {}).items()}
     if kind == "lora":
-        fields = {"lora__rank": 2, "lora__targets": "q,o,down"}
-        fields["init_from"] = str(tmp_path / "weights")
-        Small(corpus, tmp_path / "weights").train(**more | {"train__steps": 4})
-    alone, killed = (
-        Small(corpus, tmp_path / name, **fields) for name in ("alone", "killed")
-    )
-    alone.train(**more)
+        Small(corpus, tmp_path / "weights").train(**fields | {"train__steps": 4})
+        fields |= {"lora__rank": 2, "lora__targets": "q,o,down"}
+        fields |= {"init_from": str(tmp_path / "weights")}
+    alone, killed = (Small(corpus, tmp_path / x, **fields) for x in ("alone", "killed"))
+    alone.train()
     made = 0
     for _ in range(kills):
         wanted = random.choice(["saving", "saving", "step", "checkpoints:"])
         seconds = random.choice([0, random.uniform(0, 0.05), random.random()])
-        made += start_and_kill(killed, programs, wanted, seconds, **more)
+        made += start_and_kill(killed, programs, wanted, seconds)
     print(f"{made} kills")
     assert made > kills // 2
-    killed.train(**more)
+    killed.train()
     assert_equal_bits(killed.state(), alone.state())
     assert "damaged" not in killed.steps()
     steps = [step for step, _ in killed.curve()]

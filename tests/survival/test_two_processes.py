@@ -7,33 +7,28 @@ import signal
 import numpy as np
 import pytest
 
-from tests.processes import Processes, free_port
+from tests.processes import Ended, Processes, free_port
 from tests.survival.small_run import QUIET, STEPS, Small
 from training.watchdog import HUNG
 
 pytestmark = pytest.mark.slow
 MESH = {"mesh__fsdp": 1, "mesh__ring": 8}
 
-# train.py, which sends SIGTERM to itself in a function's call of this number.
+
+# train.py, which sends SIGTERM to itself in a validation: a batch to train on is placed
+# first, then the first of two held-out ones.
 STOPS_ITSELF = """
-import importlib, os, signal, sys
+import itertools, os, signal, sys
 import train
 
-module, name, number = sys.argv[1:4]
-place = importlib.import_module(module)
-*holders, last = name.split(".")
-for holder in holders:
-    place = getattr(place, holder)
-function, calls = getattr(place, last), []
+place, calls = train.place, itertools.count(1)
 
-def stop_then_call(*arguments, **options):
-    calls.append(name)
-    if len(calls) == int(number):
+def stop_then_place(*arguments):
+    if next(calls) == 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    return function(*arguments, **options)
+    return place(*arguments)
 
-setattr(place, last, stop_then_call)
-sys.argv = sys.argv[:1] + sys.argv[4:]
+train.place = stop_then_place
 sys.exit(train.main())
 """
 
@@ -51,10 +46,8 @@ def breaking(train_step, *others):
         state, metrics = train_step(state, batch)
         if int(state.step) == 6:
             head = state.params["head"]
-            change = jax.jit(
-                lambda x: x.at[-1, -1].set(np.nan), out_shardings=head.sharding
-            )
-            state.params["head"] = change(head)
+            place = jax.jit(lambda x: x.at[-1, -1].set(np.nan), out_shardings=head.sharding)
+            state.params["head"] = place(head)
         return state, metrics
 
     return make(broken, *others)
@@ -64,15 +57,23 @@ sys.exit(train.main())
 """
 
 
-def flags_of_both(run: Small, **more: object) -> list[list[str]]:
-    """The flags of both processes of a run, each with four simulated devices."""
+def both(run: Small, *programs: str, extra: str = "", **more: object) -> Processes:
+    """Two processes of a run, each with four simulated devices.
+
+    programs: of each, in the place of train.py. extra: a flag of the second.
+    """
     place = f"localhost:{free_port()}"
     flags = run.flags(simulated_devices=4, **MESH, **more)
-    hosts = [f"--config.hosts.coordinator={place}", "--config.hosts.count=2"]
-    return [[*flags, *hosts, f"--config.hosts.index={i}"] for i in range(2)]
+    flags += [f"--config.hosts.coordinator={place}", "--config.hosts.count=2"]
+    starts = [["-c", program] if program else ["train.py"] for program in programs]
+    first, second = starts or [["train.py"]] * 2
+    more = ["--config.hosts.index=1", *[extra] * bool(extra)]
+    return Processes(
+        [[*first, *flags, "--config.hosts.index=0"], [*second, *flags, *more]]
+    )
 
 
-def step_of_the_stop(results: list[tuple[int, str, str]]) -> int:
+def step_of_the_stop(results: list[Ended]) -> int:
     """Where two processes stopped that were told to; it has to be the same step."""
     assert [code for code, _, _ in results] == [75, 75], results
     first, second = (
@@ -90,48 +91,34 @@ def assert_goes_on(run: Small, step: int, truth: np.ndarray, **more: object) -> 
 
 
 def test_two_processes_stop_together_and_one_goes_on(run, undisturbed):
-    with Processes([["train.py", *flags] for flags in flags_of_both(run)]) as two:
+    with both(run) as two:
         two.wait_for("step  2")
         two.running[1].send_signal(signal.SIGTERM)
         results = two.finish()
     step = step_of_the_stop(results)
     assert run.has_checkpoint(step)
     # The second process says nothing but errors, and writes no curves.
-    assert results[1][1] == "" or "step" not in results[1][1]
+    assert "step" not in results[1][1]
     assert len(list((run.workdir / "tensorboard").rglob("events.*"))) == 1
     by_two, truth = run.losses(), undisturbed.losses()
     np.testing.assert_allclose(by_two, truth[: len(by_two)], rtol=1e-6)
     assert_goes_on(run, step, truth)
 
 
-@pytest.mark.parametrize(
-    ("function", "may_stop_at"),
-    [
-        (("training.checkpoint", "Checkpoints.restore", "1"), [4]),
-        # A batch to train on, then the first of two held-out ones. All processes hear
-        # of it a few calls later.
-        (("train", "place", "2"), range(5, STEPS)),
-    ],
-    ids=["restore", "validation"],
-)
-def test_a_signal_to_one_of_two_stops_both_wherever_they_are(
-    copy, undisturbed, function, may_stop_at
-):
+def test_a_signal_to_one_of_two_in_a_validation_stops_both(copy, undisturbed):
+    """All processes hear of it a few calls later."""
     shutil.rmtree(copy.workdir / "checkpoints" / "8")
     validations = {"train__validate_every_steps": 5}
-    first, second = flags_of_both(copy, **validations)
-    commands = [["train.py", *first], ["-c", STOPS_ITSELF, *function, *second]]
-    with Processes(commands) as two:
+    with both(copy, "", STOPS_ITSELF, **validations) as two:
         results = two.finish()
     step = step_of_the_stop(results)
-    assert step in may_stop_at and copy.has_checkpoint(step)
+    assert 5 <= step < STEPS and copy.has_checkpoint(step)
     assert "resuming from step 4" in results[0][1]
     assert_goes_on(copy, step, undisturbed.losses(after=4), **validations)
 
 
 def test_two_processes_find_the_same_nan_and_one_goes_on_from_before(run, undisturbed):
-    flags = flags_of_both(run, **QUIET)
-    with Processes([["-c", BREAKS_ITS_STATE, *each] for each in flags]) as two:
+    with both(run, *[BREAKS_ITS_STATE] * 2, **QUIET) as two:
         results = two.finish()
     for code, _, errors in results:
         assert code == 1, errors
@@ -145,9 +132,7 @@ def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
     run, undisturbed
 ):
     """The other process is stopped for good in the middle, as a lost host would be."""
-    limits = {"guard__step_seconds": 5.0, **QUIET}
-    commands = [["train.py", *flags] for flags in flags_of_both(run, **limits)]
-    with Processes(commands) as two:
+    with both(run, guard__step_seconds=5.0, **QUIET) as two:
         two.wait_for("step  5")
         two.running[1].send_signal(signal.SIGSTOP)
         said, errors = two.running[0].communicate(timeout=120)
@@ -158,26 +143,25 @@ def test_a_stuck_collective_ends_the_run_with_the_stacks_and_one_goes_on(
 
 
 @pytest.mark.parametrize(
-    "field", ["optimizer__peak_lr=0.002", "simulated_devices=2"], ids=str
+    ("field", "said"),
+    [
+        ("optimizer.peak_lr=0.002", "on process 1: start the same"),
+        ("simulated_devices=2", "4, 2 devices"),
+    ],
 )
 def test_processes_with_other_settings_end_with_a_line_and_nothing_is_written(
-    run, field
+    run, field, said
 ):
-    first, second = flags_of_both(run)
-    name, value = field.replace("__", ".").split("=")
-    commands = [["train.py", *first], ["train.py", *second, f"--config.{name}={value}"]]
-    with Processes(commands) as two:
+    with both(run, extra=f"--config.{field}") as two:
         results = two.finish()
     for code, _, errors in results:
         lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-        assert code == 1 and len(lines) == 1, errors
-        assert "on process 1: start the same" in lines[0] or "4, 2 devices" in lines[0]
+        assert code == 1 and len(lines) == 1 and said in lines[0], errors
     assert not run.workdir.exists()
 
 
 def test_the_death_of_one_process_ends_the_other_with_its_code_and_a_line(run):
-    more = {**QUIET, "hosts__lost_seconds": 10}
-    with Processes([["train.py", *f] for f in flags_of_both(run, **more)]) as two:
+    with both(run, hosts__lost_seconds=10, **QUIET) as two:
         two.wait_for("step  2")
         two.running[0].kill()
         said, errors = two.running[1].communicate(timeout=120)
