@@ -1,6 +1,5 @@
 """Bad input is refused with its value and a remedy, before anything is compiled."""
 
-import shutil
 from typing import Any
 from unittest import mock
 
@@ -57,30 +56,6 @@ def test_a_good_config_would_be_compiled(corpus, tmp_path):
     config = small_config(corpus, tmp_path)
     with pytest.raises(AssertionError, match="not refused before jax.jit"):
         train.train(config, lambda line: None)
-
-
-def test_a_missing_corpus_is_refused(corpus, tmp_path):
-    shutil.copytree(corpus, tmp_path / "books")
-    (tmp_path / "texts").mkdir()
-    make = "or make one: python -m tools.prepare_text"
-    for name, why in {
-        "boks": f"; {tmp_path}/books is one: give the directory of one, {make} TEXTS ",
-        "texts": f", it has no meta.json: give the directory of one, {make} {tmp_path}",
-    }.items():
-        message = refusal(small_config(tmp_path / name, tmp_path / "run"))
-        assert message.startswith(f"there is no corpus {tmp_path / name}{why}")
-        assert message.endswith(" --output CORPUS")
-
-
-def test_a_damaged_corpus_is_refused(corpus, tmp_path):
-    copy = shutil.copytree(corpus, tmp_path / "corpus")
-    tokens = copy / "validation.tokens.bin"
-    ids = np.fromfile(tokens, "<u2")
-    ids[100] = 32_768
-    ids.tofile(tokens)
-    message = refusal(small_config(copy, tmp_path / "run"))
-    assert f"{tokens} " in message and "is not what was written" in message
-    assert "copy it again or prepare the corpus again" in message
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(corpus, tmp_path):

@@ -44,12 +44,7 @@ def changes(said: list[str]) -> list[str]:
     return [x.removeprefix(beginning) for x in said if x.startswith(beginning)]
 
 
-PINNED = [
-    ("seed", 0, 1),
-    ("data.batch_rows", 4, 8),
-    ("data.context_tokens", 80, 160),
-    ("data.rows", "packed", "documents"),
-]
+PINNED = [("seed", 0, 1), ("data.rows", "packed", "documents")]
 
 
 @pytest.mark.thorough
@@ -124,12 +119,7 @@ def test_steps_of_two_runs_are_refused(corpus, tmp_path):
 def test_steps_of_older_programs_are_taken_and_it_is_said(corpus, tmp_path):
     save(corpus, tmp_path, run="")
     said, error = start(corpus, tmp_path, seed=1)
-    assert [x for x in said if x.startswith(f"step {STEP} was saved without")] != []
+    assert any(x.startswith(f"step {STEP} was saved without") for x in said)
     assert TAKEN in error
-
-
-@pytest.mark.quick
-def test_a_field_that_is_none_may_not_change(corpus, tmp_path):
-    config = small_config(corpus, tmp_path / "run", may_change=("sede",))
-    with pytest.raises(ValueError, match="may_change=.'sede',. names 'sede', which is"):
-        train.train(config, lambda line: None)
+    _, error = start(corpus, tmp_path, may_change=("sede",))
+    assert "may_change=('sede',) names 'sede', which is" in error

@@ -1,28 +1,38 @@
-"""Every config file: complete, locked, and a model that fits its mesh."""
+"""Every config file: complete, locked, and a model that fits its mesh.
 
+Errors call the fields of a config by their names there.
+"""
+
+import dataclasses
 import importlib
+import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_collections
+import numpy as np
 import pytest
 
-from configs import agents, exorl_tiny, fine_tune, icrl_dark_room, models
-from configs import base as base_config
+from configs import agents, base, exorl_tiny, fine_tune, icrl_dark_room, models
+from data.text.token_file import TokenFileWriter
 from kernels.layouts import check_length
-from models.memory import REMAT_POLICIES
+from models.memory import REMAT_POLICIES, Execution
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import config_checks, run_config
-from tasks.config_errors import fields_by_name
+from tasks import config_checks, run_config, task, text
+from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of, raise_all
 from tasks.exorl import AgentRun
 from tasks.state import optimizer_settings
 from tasks.text import TextRun
+from tests.runs import small_config
+from training.guard import GuardSettings
 from training.mesh import MESH_AXES, MeshShape, Partition
+from training.optimizer import OptimizerSettings, Storage
 
-STEMS = sorted(path.stem for path in Path(base_config.__file__).parent.glob("*.py"))
+STEMS = sorted(path.stem for path in Path(base.__file__).parent.glob("*.py"))
 MODULES = {stem: importlib.import_module(f"configs.{stem}") for stem in STEMS}
 NAMES = [stem for stem, module in MODULES.items() if hasattr(module, "get_config")]
 each_config = pytest.mark.parametrize("name", NAMES)
@@ -50,7 +60,7 @@ def partition_of(config: ml_collections.ConfigDict) -> Partition:
 
 @each_config
 def test_fields_are_those_of_base_with_its_types_and_no_others(name):
-    config, full = load(name), agents if name in AGENTS else base_config
+    config, full = load(name), agents if name in AGENTS else base
     assert fields(config) == fields(full.get_config())
     assert config.is_locked and config.model.is_locked and config.train.is_locked
 
@@ -196,3 +206,77 @@ def test_weights_are_fine_tuned_in_their_own_sizes(tmp_path):
     for wrong in "nowhere", str(tmp_path):
         with pytest.raises(ValueError, match=f"{wrong} holds no imported weights: imp"):
             fine_tune.get_config(wrong)
+
+
+FIELDS = list(fields_by_name(base.get_config()))
+
+
+def test_what_is_made_of_a_config_has_no_name_that_the_config_lacks():
+    known = [name.split(".")[-1] for name in FIELDS]
+    assert len(known) == len(set(known)) > 70
+    made = OptimizerSettings, Storage, GuardSettings, RopeScaling, Execution
+    fields = {field.name for kind in made for field in dataclasses.fields(kind)}
+    fields = fields - {"storage"} | {*MESH_AXES}
+    assert fields <= {*known, *OTHER_NAMES}
+    assert {name.removeprefix("config.") for name in OTHER_NAMES.values()} <= {*FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("self.total_steps=0: raise it", "config.train.steps=0: raise it"),
+        ("fsdp=0 and ring=3", "config.mesh.fsdp=0 and config.mesh.ring=3"),
+        ("agent.chain_length=3", "config.agent.chain_length=3"),
+        ("lower warmup_steps", "lower config.optimizer.warmup_steps"),
+        ("the ring of 4, a factor, data", None),
+        ("config.mesh.fsdp=0", None),
+        ("/runs/head_dim/x and other.head_dim=3", None),
+    ],
+)
+def test_a_field_is_called_as_in_the_config(text, expected):
+    assert in_words_of(agents.get_config(), text) == (expected or text)
+
+
+def test_all_that_is_wrong_is_said_once():
+    def wrong(what: str):
+        raise ValueError(what)
+
+    with pytest.raises(ValueError, match="^one; two$"):
+        raise_all([lambda: wrong("one"), lambda: wrong("two"), lambda: wrong("one")])
+    raise_all([lambda: None])
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """One of a tokenizer of 290 ids."""
+    fields = {"name": "wide", "path": None, "vocab_size": 290, "end_of_document": 0}
+    with TokenFileWriter(tmp_path / "corpus", SimpleNamespace(**fields)) as writer:
+        for split in "train", "validation":
+            writer.write(split, np.arange(290))
+    return tmp_path / "corpus"
+
+
+def vocab_size(corpus: Path | str, given: int = 0) -> int:
+    config = small_config(corpus, "runs/x", model__vocab_size=given)
+    return text.sizes(config).vocab_size
+
+
+def test_it_is_the_corpus_rounded_up_unless_the_config_sets_one(corpus):
+    assert vocab_size(corpus) == 296
+    assert vocab_size(corpus, 291) == 291
+    assert vocab_size("") == 264  # bytes
+    # What runs record, so that a run goes on with either way to say it.
+    own, given = (
+        task.run_settings(small_config(corpus, "runs/x", model__vocab_size=size), print)
+        for size in (0, 296)
+    )
+    assert own == given and own["model.vocab_size"] == 296
+
+
+def test_a_corpus_without_one_is_refused(corpus, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no corpus .*or set config.model.voc"):
+        vocab_size(tmp_path / "nowhere")
+    meta = json.loads((corpus / "meta.json").read_text())
+    (corpus / "meta.json").write_text(json.dumps(meta | {"vocab_size": 0}))
+    with pytest.raises(ValueError, match=r"vocab_size=0 must be .*prepare the corpus"):
+        vocab_size(corpus)

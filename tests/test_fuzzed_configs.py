@@ -14,7 +14,7 @@ import pytest
 import train
 from configs import base
 from tasks.config_errors import fields_by_name
-from tests.runs import prepare_corpus, small_config
+from tests.runs import small_config
 
 pytestmark = pytest.mark.slow
 SEED, COUNT = 19, 600
@@ -34,22 +34,7 @@ class Compiled(Exception):
     """As far as a config comes that is not refused."""
 
 
-def attempt(config: Any) -> BaseException:
-    """What ends a start."""
-    try:
-        train.train(config, lambda line: None)
-    except BaseException as error:
-        return error
-    raise AssertionError("the run ended without a program")
-
-
-def words(drawn: dict[str, Any]) -> list[str]:
-    """What a message may call these fields, and those that they make necessary."""
-    words = [re.split(r"[._]", name)[-1] for name in drawn]
-    return [*words, "trajectories", "stripe_granule", str(drawn.get("init_from"))]
-
-
-def judge(error: BaseException, drawn: dict[str, Any], workdir: Path) -> str:
+def fault_of(error: BaseException, drawn: dict[str, Any], workdir: Path) -> str:
     """What is wrong with the answer to a config; "" where nothing is."""
     if isinstance(error, Compiled):
         return ""
@@ -57,16 +42,16 @@ def judge(error: BaseException, drawn: dict[str, Any], workdir: Path) -> str:
         return "no refusal"
     if any(path.is_file() for path in workdir.rglob("*")):
         return "something was written"
-    said = str(error)
-    if not any(re.search(rf"\b\w*{word}\b", said) for word in words(drawn)):
+    # What a message may call the fields, and those that they make necessary.
+    words = [re.split(r"[._]", name)[-1] for name in drawn]
+    words += ["trajectories", "stripe_granule", str(drawn.get("init_from"))]
+    if not any(re.search(rf"\b\w*{word}\b", str(error)) for word in words):
         return "the message names none of the fields"
-    return "" if len(said.splitlines()) == 1 else "more than a line"
+    return "" if len(str(error).splitlines()) == 1 else "more than a line"
 
 
-def test_drawn_configs_are_compiled_or_refused_by_name(tmp_path, monkeypatch):
-    corpus = prepare_corpus(tmp_path)
+def test_drawn_configs_are_compiled_or_refused_by_name(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=Compiled))
-    print(f"seed {SEED}, {COUNT} configs")
     draw = random.Random(SEED)
     known = fields_by_name(base.get_config())
     names = [name for name in known if not name.startswith(LEFT_OUT)]
@@ -75,10 +60,10 @@ def test_drawn_configs_are_compiled_or_refused_by_name(tmp_path, monkeypatch):
         chosen = draw.sample(names, draw.choice([1, 1, 2, 3]))
         drawn = {name: draw.choice(DRAWN[type(known[name])]) for name in chosen}
         workdir = tmp_path / str(number)
-        error = attempt(small_config(corpus, workdir, **drawn))
-        outcomes[type(error).__name__] += 1
-        if fault := judge(error, drawn, workdir):
-            bad.append(f"{fault}: {drawn}: {type(error).__name__}: {error}")
-    print(outcomes)
+        with pytest.raises(BaseException) as caught:  # noqa: B017
+            train.train(small_config(corpus, workdir, **drawn), lambda line: None)
+        outcomes[caught.type] += 1
+        if fault := fault_of(caught.value, drawn, workdir):
+            bad.append(f"{fault}: {drawn}: {caught.type}: {caught.value}")
     assert bad == []
-    assert outcomes["Compiled"] > COUNT / 10 and outcomes["ValueError"] > COUNT / 3
+    assert outcomes[Compiled] > COUNT / 10 and outcomes[ValueError] > COUNT / 3

@@ -11,7 +11,7 @@ import pytest
 from data.batch import Batch
 from kernels.layouts import permute
 from tests.families import FAMILIES
-from tests.optimizer_kinds import KINDS
+from tests.runs import KINDS
 from tests.small_agent import drawn
 from tests.small_llama import Run, assert_same, rows
 from training.mesh import MeshShape

@@ -12,9 +12,8 @@ import pytest
 
 import train
 from tasks.command_line import read_config
-from tests.optimizer_kinds import KINDS
 from tests.processes import Processes, run_program
-from tests.runs import assert_equal_bits
+from tests.runs import KINDS, assert_equal_bits
 from tests.survival.small_run import (
     QUIET,
     STEPS,
@@ -25,7 +24,6 @@ from tests.survival.small_run import (
     start_and_kill,
 )
 from training.preemption import Preempted
-from training.watchdog import HUNG
 
 
 @pytest.mark.quick
@@ -154,35 +152,6 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(copy, truth
     assert (copy.workdir / "checkpoints" / "damaged" / "8").is_dir()
     gc.collect()  # coroutines that Orbax leaves behind where a read fails
     assert_equal_bits(copy.state(), truth)
-
-
-HANGS = """
-import sys, time
-import train
-from data.rows import TextBatches
-
-read = TextBatches.__getitem__
-
-def read_or_hang(self, step):
-    while step == 6:
-        time.sleep(1)
-    return read(self, step)
-
-TextBatches.__getitem__ = read_or_hang
-sys.exit(train.main())
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_hangs_ends_with_the_stacks_and_goes_on(run, programs, truth):
-    flags = run.flags(guard__step_seconds=3.0, **QUIET)
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
-    code, said, errors = run_program("-c", HANGS, *flags, **kept)
-    assert code == HUNG
-    for part in "nothing happened for", "in read_or_hang", "train.py":
-        assert part in errors
-    assert "step  5" in said and "step  8" not in said
-    run.assert_goes_on(4, truth)
 
 
 CANNOT_MAKE = """

@@ -1,21 +1,19 @@
 """Two processes of four devices: they agree on steps to take and steps to stop at."""
 
 import itertools
-import json
 import re
 import signal
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from tests.processes import Ended, Processes, free_port
+from tests.processes import Processes, free_port
 from training import hosts
 from training.watchdog import HUNG
 
-# Saves three steps, or restores the newest good one and waits for SIGTERM.
+# Saves three steps, restores the newest good one, and waits for a signal.
 PROGRAM = """
 import sys, time
 import jax, numpy as np
@@ -25,7 +23,7 @@ from training.checkpoint import Checkpoints
 from training.preemption import stop_notice
 from training.stored_step import DamagedStep, StoredStep
 
-port, index, directory, damaged = sys.argv[1:]
+port, index, directory = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 4)
 hosts.connect(f"localhost:{port}", 2, int(index))
 assert jax.process_count() == 2 and jax.device_count() == 8
@@ -41,12 +39,10 @@ def state(step):
 def say(*words):
     print(*words, flush=True)
 
-read = StoredStep._read_arrays
-
-failures = []
+read, failures = StoredStep._read_arrays, []
 
 def read_but_not(self, abstract):
-    if index == "1" and str(self.step) == damaged:
+    if index == "1" and self.step == 30:
         raise DamagedStep("unreadable from here")
     if index == "1" and not failures:
         failures.append(self.step)
@@ -57,12 +53,11 @@ StoredStep._read_arrays = read_but_not
 say("agree", hosts.all_agree(True), hosts.all_agree(index == "0"))
 say("first", hosts.first_says(40 + int(index)))
 
-stop = stop_notice()
-with stop, Checkpoints(directory, keep=3, fingerprint={}, say=say) as checkpoints:
-    if checkpoints.latest_step() is None:
-        for step in 10, 20, 30:
-            checkpoints.save(step, state(step))
-        sys.exit(0)
+stop, options = stop_notice(), {"keep": 3, "fingerprint": {}, "say": say}
+with Checkpoints(directory, **options) as checkpoints:
+    for step in 10, 20, 30:
+        checkpoints.save(step, state(step))
+with stop, Checkpoints(directory, **options) as checkpoints:
     restored, meta = checkpoints.restore({"w": shape})
     truth = state(meta["step"])["w"].addressable_shards
     ours = restored["w"].addressable_shards
@@ -80,79 +75,20 @@ sys.exit(75)
 """
 
 
-# Says the digests of the first batches, of one process or more.
-DATA = """
-import json, sys
-from pathlib import Path
-import jax
-from tasks.text import TextRun
-from tests.runs import small_config
-from training import hosts
-from training.digest import digests
-from training.feed import place
-
-corpus, devices, port, count, index = sys.argv[1:]
-jax.config.update("jax_num_cpu_devices", int(devices))
-if int(count) > 1:
-    hosts.connect(f"localhost:{port}", int(count), int(index))
-config = small_config(Path(corpus), Path("none"), mesh__fsdp=2, mesh__ring=4)
-run = TextRun.of(config, jax.devices())
-batches, where = run.batches("train"), (run.sharding, run.shape)
-found = [digests(place(batches[step], *where)) for step in range(4)]
-print("digests", json.dumps([found, len(batches[0])]))
-"""
-
-
-def run(directory: Path, damaged: str) -> Processes:
-    first = "-c", PROGRAM, str(free_port())
-    return Processes([[*first, str(i), str(directory), damaged] for i in range(2)])
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """Steps 10, 20 and 30, saved by two processes."""
-    directory = tmp_path_factory.mktemp("two") / "checkpoints"
-    with run(directory, "none") as two:
-        for code, said, errors in two.finish():
-            assert code == 0, errors
-            assert "agree True False" in said and "first 40" in said
-    assert {path.name for path in directory.iterdir()} == {"10", "20", "30"}
-    return directory
-
-
 @pytest.mark.thorough
-def test_a_signal_to_one_and_a_step_that_one_cannot_read(directory):
-    with run(directory, "30") as two:
+def test_a_signal_to_one_and_a_step_that_one_cannot_read(tmp_path):
+    first = "-c", PROGRAM, str(free_port())
+    with Processes([[*first, str(i), str(tmp_path)] for i in range(2)]) as two:
         for i in range(2):
-            two.wait_for("restored 20 True", i)
-            two.wait_for("ready", i)
+            for line in "agree True False", "first 40", "restored 20 True", "ready":
+                two.wait_for(line, i)
         two.running[1].send_signal(signal.SIGINT)
         results = two.finish()
     assert [code for code, _, _ in results] == [75, 75], results
-    first, second = said(results, "saved")
+    first, second = (re.search(r"^saved (\d+)$", x, re.M)[1] for _, x, _ in results)
     assert first == second and int(first) > 25
-    assert {"damaged", first} <= {path.name for path in directory.iterdir()}
-    assert [path.name for path in (directory / "damaged").iterdir()] == ["30"]
-
-
-def said(results: list[Ended], word: str) -> list[str]:
-    """What each process says after this word."""
-    return [re.search(f"^{word} (.*)$", x, re.MULTILINE)[1] for _, x, _ in results]
-
-
-@pytest.mark.thorough
-def test_two_processes_read_the_batches_of_one_bit_for_bit(corpus):
-    """And each reads no more than its own half."""
-    port = str(free_port())
-    settings = [("4", port, "2", "0"), ("4", port, "2", "1"), ("8", "", "1", "0")]
-    with Processes([["-c", DATA, corpus, *each] for each in settings]) as three:
-        results = three.finish()
-    assert [code for code, _, _ in results] == [0, 0, 0], results
-    found = map(json.loads, said(results, "digests"))
-    (first, half), (second, other_half), (one, all_blocks) = found
-    assert first == second == one
-    assert len({json.dumps(batch) for batch in one}) == 4
-    assert (half, other_half, all_blocks) == (4, 4, 8)
+    assert {path.name for path in tmp_path.iterdir()} == {"10", "20", first, "damaged"}
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["30"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 from tasks import state
 from tasks.state import abstract_state
-from tests.optimizer_kinds import KINDS
-from tests.runs import assert_equal_bits
+from tests.runs import KINDS, assert_equal_bits
 from tests.small_llama import partition_of
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape

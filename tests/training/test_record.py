@@ -3,15 +3,20 @@
 import json
 import re
 import shutil
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
+from tasks.text import TextRun
 from tests.processes import Processes, free_port
-from tests.runs import prepare_corpus
+from tests.runs import small_config
 from training import record
+from training.digest import digests
+from training.feed import place
 from training.weights import save_parameters
 
 ADAMW = record._PLAIN
@@ -52,11 +57,12 @@ from pathlib import Path
 import jax
 from tasks.task import run_settings
 from tests.runs import small_config
+from tests.training.test_record import first_digests
 from training import hosts, record, workdir
 from training.weights import SavedParameters
 
 port, index, directory, corpus, cases = sys.argv[1:]
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 4)
 hosts.connect(f"localhost:{port}", 2, int(index))
 
 def say(settle):
@@ -66,6 +72,7 @@ def say(settle):
         said = str(error)
     print("said", json.dumps(said), flush=True)
 
+print("digests", json.dumps(first_digests(corpus)))
 for field, values in json.loads(cases):
     config = small_config(Path(corpus), Path("none"), **{field: values[int(index)]})
     say(lambda: record.agreed(lambda: run_settings(config, print))["seed"])
@@ -79,6 +86,14 @@ say(lambda: record.agreed(dict))
 """
 
 
+def first_digests(corpus: Any) -> tuple[list, int]:
+    """The digests of four batches, and how many blocks this process reads of each."""
+    run = TextRun.of(small_config(corpus, "none"), jax.devices())
+    batches, where = run.batches("train"), (run.sharding, run.shape)
+    found = [digests(place(batches[step], *where)) for step in range(4)]
+    return json.loads(json.dumps(found)), len(batches[0])
+
+
 DIFFERENT = [
     ("optimizer__peak_lr", (3e-3, 1e-3)),
     ("data__context_tokens", (80, 160)),
@@ -87,12 +102,15 @@ DIFFERENT = [
 
 
 @pytest.mark.thorough
-def test_processes_that_differ_refuse_together_by_field(tmp_path):
-    corpus = prepare_corpus(tmp_path)
+def test_two_processes_read_the_batches_of_one_and_refuse_by_field_what_differs(
+    corpus, tmp_path
+):
     same, other, gone = (str(tmp_path / name) for name in ("same", "other", "gone"))
     shutil.copytree(corpus, same)
-    (tmp_path / "documents" / "0.txt").write_text("of another host")
-    prepare([tmp_path / "documents"], tmp_path / "other", ByteTokenizer())
+    (tmp_path / "0.txt").write_text("of another host" * 40)
+    (tmp_path / "1.txt").write_text("held out" * 40)
+    texts = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    prepare(texts, tmp_path / "other", ByteTokenizer(), validation_fraction=0.5)
     alike = [("data__corpus", (str(corpus), same)), ("data__threads", (1, 4))]
     data = [("data__corpus", (str(corpus), place)) for place in (other, gone)]
     for index in range(2):
@@ -101,13 +119,18 @@ def test_processes_that_differ_refuse_together_by_field(tmp_path):
         (tmp_path / f"host{index}" / "run").mkdir()
     (tmp_path / "host1" / "run" / "lock").write_text("of a run that was killed")
     cases, port = json.dumps([*DIFFERENT, *alike, *data]), str(free_port())
-    rest = port, tmp_path, corpus, cases
-    programs = [["-c", PROGRAM, rest[0], str(i), *rest[1:]] for i in range(2)]
+    programs = [["-c", PROGRAM, port, i, tmp_path, corpus, cases] for i in range(2)]
     with Processes(programs) as two:
         results = two.finish()
     assert [code for code, _, _ in results] == [0, 0], results
+    digests = [
+        json.loads(re.search("^digests (.*)$", x, re.M)[1]) for _, x, _ in results
+    ]
+    wanted, blocks = first_digests(corpus)
+    assert digests == [[wanted, blocks // 2]] * 2  # each reads its own half
+    assert len({json.dumps(batch) for batch in wanted}) == 4
     first, second = (
-        [json.loads(line) for line in re.findall(r"^said (.*)$", said, re.MULTILINE)]
+        [json.loads(line) for line in re.findall("^said (.*)$", said, re.M)]
         for _, said, _ in results
     )
     *of_fields, moved, threads, replaced, missing = first[:-4]

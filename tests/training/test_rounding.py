@@ -1,4 +1,4 @@
-"""Random rounding: to a neighbour, right on average, the same on every mesh."""
+"""Random rounding, and moments in blocks of 8-bit numbers that are rounded so."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from training.moments import FLOAT8, encode
 from training.rounding import random_bits, stochastic_round
 
 TYPES = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -72,3 +73,54 @@ def test_bits_differ_between_places_and_words():
     assert len(np.unique(first)) > 4090 and len(np.unique(second)) > 4090
     ones = np.unpackbits((first ^ second).view(np.uint8)).mean()
     assert abs(ones - 0.5) < 0.01  # of 131072 bits: 7 standard deviations
+
+
+MOMENTS = {(3, 512): 1, (768, 5): 0, (4, 40): 1, (7, 3): 0}
+"""Shapes, and the axis of the blocks: of 256, 8 and 1."""
+
+
+def draw(rng: np.random.Generator, moment: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Of rows and columns that differ by orders of magnitude."""
+    size = 10.0 ** rng.uniform(-6, -2, (shape[0], 1)) * rng.lognormal(0, 1.5, shape)
+    x = np.float32(size * rng.normal(size=shape))
+    x[:, 0] = 0
+    return np.square(x) if moment == "nu" else x
+
+
+@jax.jit(static_argnames=("moment", "axis"))
+def through(x, moment, axis, word):
+    return encode(x, moment, axis, word).decoded()
+
+
+@pytest.mark.parametrize("moment", FLOAT8)
+@pytest.mark.parametrize("shape", MOMENTS)
+def test_the_error_of_a_number_is_below_a_unit(moment, shape, rng):
+    """2^-3 of it for a first moment, 2^-2 for a second, above the smallest numbers."""
+    x, axis = draw(rng, moment, shape), MOMENTS[shape]
+    found = np.asarray(through(x, moment, axis, jnp.uint32(3)), np.float64)
+    info = jnp.finfo(FLOAT8[moment])
+    length = np.gcd(256, shape[axis])
+    blocks = np.moveaxis(x, axis, -1).reshape(-1, length)
+    largest = np.repeat(np.abs(blocks).max(-1), length)
+    largest = np.moveaxis(largest.reshape(np.moveaxis(x, axis, -1).shape), -1, axis)
+    least = largest * float(info.smallest_subnormal) / float(info.max)
+    bound = np.maximum(np.abs(x) * 2.0**-info.nmant, least) * (1 + 1e-5)
+    assert (np.abs(found - x) <= bound).all()
+    assert (np.sign(found) * np.sign(x) >= 0).all() and not found[x == 0].any()
+    if moment == "nu":
+        assert (found > 0).sum() == (x > 0).sum()  # updates are divided by its root
+
+
+@pytest.mark.thorough
+def test_an_average_that_moves_by_less_than_a_unit_arrives():
+    """Rounded to the nearest it would stand still: 1 % is less than half a unit."""
+    target, decay, steps = 2.0, 0.99, 600
+
+    def step(number, stored):
+        wide = decay * stored.decoded() + (1 - decay) * target
+        return encode(wide, "nu", 1, number.astype(jnp.uint32))
+
+    start = encode(jnp.ones((8, 256)), "nu", 1, jnp.uint32(0))
+    found = jax.lax.fori_loop(0, steps, step, start).decoded()
+    wanted = target - decay**steps * (target - 1)
+    assert abs(float(found.mean()) / wanted - 1) < 0.02

@@ -1,13 +1,20 @@
-"""A run that hangs ends with its stacks; a slow one does not."""
+"""What watches a run: for hangs, signals, and steps to trace."""
 
+import gzip
+import json
 import signal
 import tempfile
 import threading
 import time
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.processes import Processes, run_program
+from training.preemption import SignalNotice
+from training.profiler import Profiler
 from training.watchdog import HUNG, Watchdog
 
 HANGS = """
@@ -89,3 +96,93 @@ def test_a_slow_run_is_given_ten_times_its_longest_step():
     assert watchdog.waits[-1] == 500
     # The time of the pause is no step's.
     assert watchdog.after(300) == 70
+
+
+NEVER_LOOKS = """
+import threading, time
+from training.preemption import SignalNotice
+
+with SignalNotice() as stop:
+    print("ready", flush=True)
+    while not stop.requested():
+        time.sleep(0.01)
+    print("stopped", flush=True)
+    threading.Event().wait()
+"""
+
+# train.py, which gets Ctrl-C while it imports.
+IMPORTS = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "jax":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.thorough
+def test_a_second_ctrl_c_ends_a_process_at_once():
+    with Processes([["-c", NEVER_LOOKS]]) as one:
+        for line, number in ("ready", signal.SIGHUP), ("stopped", signal.SIGINT):
+            one.wait_for(line)
+            one.running[0].send_signal(number)
+        assert one.finish(timeout=60) == [(-signal.SIGINT, "", "")]
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalNotice() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.quick
+def test_ctrl_c_while_a_run_imports_shows_no_stack():
+    assert run_program("-c", IMPORTS, timeout=60) == (-signal.SIGINT, "", "")
+
+
+def steps_traced(directory: Path) -> set[int]:
+    """The numbers of the steps in the only trace there."""
+    (path,) = directory.glob("plugins/profile/*/*.trace.json.gz")
+    assert path.with_name(path.name.replace("trace.json.gz", "xplane.pb")).is_file()
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    named = [event for event in events if event.get("name") == "train"]
+    return {int(event["args"]["step_num"]) for event in named}
+
+
+def run(profiler: Profiler, steps: int) -> None:
+    double = jax.jit(lambda x: 2 * x)
+    x = jnp.ones(())
+    with profiler:
+        for step in range(1, steps + 1):
+            with profiler.step(step, after=x):
+                x = double(x)
+            profiler.stop_after(step, x)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("asked", "last"), [("2-3", 5), ("2-9", 3)])
+def test_the_steps_asked_for_are_traced(tmp_path, asked, last):
+    """Also in a run that ends in between."""
+    said: list[str] = []
+    run(Profiler(asked, str(tmp_path), said.append), steps=last)
+    assert steps_traced(tmp_path) == {2, 3}
+    assert said == [f"trace: {tmp_path}/plugins/profile, for xprof"]
+
+
+def test_no_steps_are_no_trace_and_others_are_refused(tmp_path):
+    run(Profiler("", str(tmp_path), lambda line: None), steps=3)
+    assert not list(tmp_path.iterdir())
+    for wrong in "x", "0", "3-2", "1-", "1,2":
+        message = f'profile="{wrong}" must be steps to trace'
+        with pytest.raises(ValueError, match=message):
+            Profiler(wrong, str(tmp_path), lambda line: None)
