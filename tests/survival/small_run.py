@@ -1,9 +1,7 @@
 """The run that is disturbed, and what disturbs it."""
 
-import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from tests.runs import Run, assert_equal_bits
 
 STEPS = 12
 """Of the undisturbed run, which saves at 4, 8 and 12 and validates at 6 and 12."""
+
 SMALLER = {
     "model__num_layers": 1,
     "model__hidden_size": 16,
@@ -21,6 +20,7 @@ SMALLER = {
     "train__validate_every_steps": 6,
     "checkpoint__save_every_steps": 4,
 }
+
 QUIET = {"train__validation_batches": 0}
 
 
@@ -33,12 +33,13 @@ class Small(Run):
     def steps(self) -> set[str]:
         return {path.name for path in (self.workdir / "checkpoints").iterdir()}
 
-    def train_and(self, act: Callable[[str], None], **overrides: Any) -> None:
-        """Trains, and acts upon every line that is said."""
+    def train_and_stop(self, beginning: str, **overrides: Any) -> None:
+        """Trains, and sends SIGTERM to this process when a line begins so."""
 
         def say(line: str) -> None:
             self.said.append(line)
-            act(line)
+            if line.startswith(beginning):
+                signal.raise_signal(signal.SIGTERM)
 
         train.train(self.config(**overrides), say)
 
@@ -50,18 +51,6 @@ class Small(Run):
 
     def warnings(self) -> list[str]:
         return [line for line in self.said if line.startswith("WARNING")]
-
-
-def send_sigterm(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def send_ctrl_c(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def on(beginning: str, act: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda line: act(line) if line.startswith(beginning) else None
 
 
 VICTIM = """

@@ -6,36 +6,34 @@ In this process where the fault can be made here; else in processes of their own
 import gc
 import random
 import re
+import shutil
 import signal
+import threading
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import train
+from tasks import programs
 from tasks.command_line import read_config
-from tests.processes import Processes, run_program
+from tests.processes import run_program
 from tests.runs import KINDS, assert_equal_bits
-from tests.survival.small_run import (
-    QUIET,
-    STEPS,
-    Small,
-    on,
-    send_ctrl_c,
-    send_sigterm,
-    start_and_kill,
-)
+from tests.survival.small_run import QUIET, STEPS, Small, start_and_kill
+from training.guard import SPIKE_WINDOW, BadSteps
 from training.preemption import Preempted
 
 
 @pytest.mark.quick
-def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_were_not(
-    run, undisturbed, truth
-):
+def test_a_run_that_is_told_to_stop_saves_and_goes_on(run, undisturbed, truth):
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, no checkpoint and curves"):
-        run.train_and(on("step  5", send_sigterm), checkpoint__save_every_steps=0)
+        run.train_and_stop("step  5", checkpoint__save_every_steps=0)
     assert run.steps() == set()
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, checkpoint and curves in"):
-        run.train_and(on("step  5", send_sigterm))
+        run.train_and_stop("step  5")
     assert run.steps() == {"4", "6"}
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == handlers
     run.assert_goes_on(6, truth)
@@ -69,13 +67,11 @@ def test_a_run_goes_on_from_its_workdir_alone(copy, truth):
 
 
 @pytest.mark.thorough
-def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
-    copy, truth, monkeypatch
-):
+def test_a_signal_before_the_loop_stops_the_run_there(copy, truth, monkeypatch):
     before, restore = copy.files(), train.Checkpoints.restore
 
     def stop_and_restore(*arguments):
-        send_ctrl_c()
+        signal.raise_signal(signal.SIGINT)
         return restore(*arguments)
 
     with monkeypatch.context() as patch:
@@ -84,24 +80,6 @@ def test_a_signal_before_the_loop_stops_the_run_there_and_changes_nothing(
             copy.train()
     assert before == copy.files() and not any("step  9" in x for x in copy.said)
     copy.assert_goes_on(8, truth)
-
-
-@pytest.mark.slow
-def test_the_program_exits_with_75_then_0_and_with_1_for_an_error(run, programs, truth):
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs)}
-    with Processes([["train.py", *run.flags()]], **kept) as started:
-        started.wait_for("step  2")
-        started.running[0].send_signal(signal.SIGINT)
-        ((code, _, errors),) = started.finish()
-    assert code == 75, errors
-    (line,) = errors.splitlines()
-    stopped = re.match(rf"preempted: step (\d+) of {STEPS}, ", line)
-    assert run.has_checkpoint(int(stopped[1]))
-    run.command()
-    assert f"resuming from step {stopped[1]}" in run.said
-    assert_equal_bits(run.state(), truth)
-    code, _, errors = run_program("train.py", *run.flags(checkpoint__keep=0))
-    assert (code, errors) == (1, "error: config.checkpoint.keep=0 must be at least 1\n")
 
 
 @pytest.mark.slow
@@ -154,26 +132,207 @@ def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(copy, truth
     assert_equal_bits(copy.state(), truth)
 
 
-CANNOT_MAKE = """
-import errno, os, sys
-import train
-from etils import epath
+@pytest.mark.thorough
+def test_threads_that_wait_for_a_failed_save_hold_no_run_at_its_end():
+    """Those of Orbax wait for five minutes where it could not begin."""
+    waits = "import threading, train; threading.Thread(target=threading.Event().wait)"
+    ends = "print('said', flush=True); train.LATE_SECONDS = 1; train.end(3)"
+    done = run_program("-c", f"{waits}.start(); {ends}", timeout=60)
+    assert done == (3, "said\n", "")
 
-make = type(epath.Path("/")).mkdir
 
-def fail(path, *args, **options):
-    if "/8.orbax-checkpoint-tmp" in str(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    return make(path, *args, **options)
+def change_batches(patch: pytest.MonkeyPatch, steps: set[int], **fields: Any) -> None:
+    """Changes fields of the batches of some steps, as they lie on the devices."""
+    place, count = train.place, iter(range(1, 1000))
 
-type(epath.Path("/")).mkdir = fail
-train.end(train.main())
-"""
+    def placed(blocks, *where):
+        batch = place(blocks, *where)
+        if next(count) in steps:
+            shardings = jax.tree.map(lambda x: x.sharding, batch)
+            changed = {name: f(getattr(batch, name)) for name, f in fields.items()}
+            batch = jax.device_put(batch._replace(**changed), shardings)
+        return batch
+
+    patch.setattr(train, "place", placed)
+
+
+@pytest.mark.thorough
+def test_bad_steps_are_skipped_and_too_many_end_the_run(run, monkeypatch, truth):
+    with monkeypatch.context() as patch:
+        bad = {5, *range(7, 100)}
+        change_batches(patch, bad, loss_weights=lambda x: x.at[0, 0].set(np.nan))
+        said = "step 10, and 4 skipped .* finite, as step 6 left.* resumes from step 4"
+        with pytest.raises(BadSteps, match=said):
+            run.train(guard__stop_after=4, **QUIET)
+    found = [re.findall(r"at step (\d+).*\((\d+) in", x)[0] for x in run.warnings()]
+    assert found == [("5", "1"), ("7", "1"), ("8", "2"), ("9", "3")]
+    skipped = [int(count) for _, count in run.curve("guard/skipped")]
+    assert skipped == [0] * 4 + [1, 1, 2, 3, 4, 5]
+    # From before the bad steps: while updates are skipped nothing is saved.
+    assert run.steps() == {"4"}
+    with monkeypatch.context() as patch:
+        break_after(9, patch)
+        said = "down holds 1 nan.* 8 and 11.*data.* resumes from step 8$"
+        with pytest.raises(BadSteps, match=said):
+            run.train(guard__stop_after=3, **QUIET)
+    assert "resuming from step 4" in run.said and run.steps() == {"4", "8"}
+    run.assert_goes_on(8, truth)
+
+
+def break_after(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Puts a nan into the parameters that a step leaves."""
+    make = programs.Programs
+
+    def breaking(train_step, *others):
+        def broken(state, batch):
+            state, metrics = train_step(state, batch)
+            if int(state.step) == step:
+                layer = state.params["layers"]["feed_forward"]
+                wrong = layer["down"].at[0, 0, 0].set(np.nan)
+                layer["down"] = jax.device_put(wrong, layer["down"].sharding)
+            return state, metrics
+
+        return make(broken, *others)
+
+    patch.setattr(programs, "Programs", breaking)
 
 
 @pytest.mark.slow
-def test_a_save_that_could_not_begin_holds_no_run_at_its_end(run):
-    """Threads of Orbax wait for it for five minutes."""
-    code, said, _ = run_program("-c", CANNOT_MAKE, *run.flags(), timeout=150)
-    assert code == 0 and "WARNING: step 8 was NOT saved" in said
-    assert run.steps() == {"4", "12"}
+def test_a_spike_of_the_loss_is_skipped_told_and_counted(run, monkeypatch):
+    # The losses that are remembered are those of a run that has settled.
+    spike, never_seen = 3 * SPIKE_WINDOW, 255
+    more = {"train__steps": spike + 5, "checkpoint__save_every_steps": 1000, **QUIET}
+    with monkeypatch.context() as patch:
+        change_batches(patch, {spike}, targets=lambda x: jnp.full_like(x, never_seen))
+        run.train(guard__spike_sigmas=6.0, **more)
+    (warning,) = run.warnings()
+    assert f"at step {spike}: no update (1 in a row)" in warning
+    assert run.curve("guard/skipped")[-2:] == [(spike + 4, 1), (spike + 5, 1)]
+    losses = run.losses()
+    assert losses[spike - 1] > 2 * losses[spike:].max()
+
+
+@pytest.mark.thorough
+def test_a_killed_run_ends_as_an_undisturbed_one(run, undisturbed, truth, programs):
+    seconds = random.uniform(0, 0.3)
+    assert start_and_kill(run, programs, "saving 8", seconds, last_save=8)
+    assert not run.has_checkpoint(STEPS)
+    run.train()
+    assert {"resuming from step 4", "resuming from step 8"} & {*run.said}
+    state = run.state()
+    assert int(state.step) == STEPS and len(jax.tree.leaves(state)) > 30
+    assert_equal_bits(state, truth)
+    curves, wanted, points = run.curves(), undisturbed.curves(), run.points()
+    same = {tag for tag in wanted if not tag.startswith(("perf/", "goodput/"))}
+    assert {*same} >= {"train/loss", "train/grad_norm", "validation/loss"}
+    for tag in same:
+        assert curves[tag] == wanted[tag] == points[tag]
+    steps = {tag: [step for step, _ in points] for tag, points in curves.items()}
+    assert steps["train/loss"] == list(range(1, STEPS + 1))
+    assert steps["validation/loss"] == [STEPS // 2, STEPS]
+    # Rates are never the same, but no step may have two.
+    assert set(curves) == set(wanted) == set(points)
+    assert {tag: [step for step, _ in points[tag]] for tag in points} == steps
+    assert all(found == sorted(set(found)) for found in steps.values())
+
+
+@pytest.mark.thorough
+def test_a_smaller_ring_goes_on_where_the_larger_one_stopped(undisturbed, copy):
+    copy.train(mesh__fsdp=4, mesh__ring=2, train__validation_batches=0)
+    assert "mesh: data 1 x fsdp 4 x ring 2 x tensor 1, of 8 x cpu" in copy.said
+    assert "changed since step 8: mesh.ring: 4 -> 2" in copy.said
+    losses = copy.losses()
+    assert len(losses) == STEPS - 8
+    np.testing.assert_allclose(losses, undisturbed.losses(8), rtol=1e-5)
+
+
+@pytest.mark.thorough
+def test_a_complete_run_has_nothing_to_do_but_extra_steps(undisturbed, run):
+    shutil.copytree(undisturbed.workdir, run.workdir)
+    before = run.files()
+    assert run.train() == {"step": STEPS} and run.files() == before
+    assert f"all {STEPS} steps are made" in run.said[-1]
+    quiet = {"train__validation_batches": 0, "train__extra_steps": 2}
+    assert run.train(**quiet)["step"] == STEPS + 2 and run.has_checkpoint(STEPS + 2)
+    assert f"resuming from step {STEPS}" in run.said
+    assert [step for step, _ in run.curve()] == list(range(1, STEPS + 3))
+    assert run.curve()[:STEPS] == undisturbed.curve()
+    rates = [rate for _, rate in run.curve("train/learning_rate")[STEPS:]]
+    assert rates == pytest.approx([run.config().optimizer.end_lr] * 2)
+    # Another 2, and not only up to 14.
+    assert run.train(**quiet)["step"] == STEPS + 4
+
+
+@pytest.mark.thorough
+def test_a_run_says_where_everything_is_and_what_it_gives(undisturbed):
+    directory, said = undisturbed.workdir, undisturbed.said
+    assert f"checkpoints: {directory}/checkpoints" in said
+    assert f"curves: tensorboard --logdir {directory}/tensorboard" in said
+    assert f"points: {directory}/metrics.jsonl" in said
+    assert re.match(
+        rf"done: .*{directory}.*; goodput [\d.]+ % of [\d.]+ s \(", said[-1]
+    )
+    assert (directory / "tensorboard" / directory.name).is_dir()
+    lines = [line for line in said if line.startswith("step")]
+    for line, (step, loss) in zip(lines, undisturbed.curve(), strict=True):
+        assert re.match(rf"step +{step}/{STEPS} +loss {loss:.4f} ", line), line
+    curves = undisturbed.curves()
+    # The devices are simulated: they have no peak, and so no MFU.
+    rates = "step_time", "tokens_per_second", "tokens_per_second_per_device"
+    found = {tag for tag in curves if tag.startswith("perf/")}
+    assert found == {f"perf/{rate}" for rate in rates}
+    last = {tag: points[-1][1] for tag, points in curves.items() if "goodput/" in tag}
+    assert last["goodput/lost_seconds"] == 0 < last["goodput/compile_seconds"]
+    fraction = last.pop("goodput/fraction")
+    spent = sum(last.values())
+    assert fraction == pytest.approx(last["goodput/step_seconds"] / spent)
+
+
+FULL_DISK = """
+import resource, sys
+import jax, numpy as np
+import train
+from training.checkpoint import Checkpoints
+
+values = np.random.default_rng(7).standard_normal((30, 10_000), np.float32)
+state = {str(i): jax.device_put(row) for i, row in enumerate(values)}
+
+@train.as_program
+def main(_):
+    train.silence_writers()
+    with Checkpoints(sys.argv[1], keep=1, fingerprint={}) as checkpoints:
+        size = 24_576  # of the largest file that can be written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        for step in 1, 2:
+            checkpoints.save(step, state)
+
+sys.exit(main())
+"""
+
+
+@pytest.mark.thorough
+def test_a_full_disk_is_told_in_one_line_of_errors(run):
+    # JAX warns of programs that find no room, and of those that others are writing.
+    none_kept = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    code, said, errors = run_program("-c", FULL_DISK, run.workdir, **none_kept)
+    assert code == 1
+    (line,) = errors.splitlines()
+    assert re.match("error: step 2 was NOT saved in .*File too large", line)
+    assert line.endswith(
+        "; of checkpoints there is none. The save before it failed too, so the run ends"
+    )
+    assert "WARNING: step 1 was NOT saved" in said
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "tensorboard", "", "lock/"])
+def test_a_place_that_cannot_be_made_is_refused_at_once(run, monkeypatch, place):
+    """Orbax' threads waited 300 s for their directory, when the run had ended."""
+    monkeypatch.delattr(train, "compile_programs")
+    path = run.workdir / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if place.endswith("/") else path.write_text("of mine")
+    threads = set(threading.enumerate())
+    with pytest.raises(OSError, match=f"^nothing can be written to {path}: "):
+        run.train()
+    assert set(threading.enumerate()) == threads
+    assert {p for p in run.workdir.rglob("*") if p.is_file()} <= {path}
