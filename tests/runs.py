@@ -59,7 +59,6 @@ SMALL = {
     "checkpoint.save_every_steps": 10,
 }
 
-
 KINDS: dict[str, dict[str, str]] = {
     "adamw": {},
     "adamw-host": {"placement": "host"},

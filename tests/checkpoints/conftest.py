@@ -8,7 +8,7 @@ import pytest
 from tests.checkpoints.small_state import STEPS, checkpoints, state
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def swept():
     """Collects what Orbax leaves behind here, and not in whatever test comes next."""
     yield

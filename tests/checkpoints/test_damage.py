@@ -106,9 +106,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
-    directory, logged, damage
-):
+def test_a_damaged_step_is_set_aside_for_the_one_before(directory, logged, damage):
     act, what = DAMAGES[damage]
     act(directory / "30")
     before = files(directory)
@@ -128,9 +126,7 @@ def test_a_damaged_step_is_set_aside_and_the_one_before_it_taken(
 
 
 @pytest.mark.thorough
-def test_damaged_steps_are_out_of_the_way_of_a_run_that_makes_them_again(
-    directory, logged
-):
+def test_damaged_steps_are_out_of_the_way_of_new_ones(directory, logged):
     flip_the_middle(directory / "30")
     empty_the_directory(directory / "20")
     with checkpoints(directory, logged.append) as saved:
@@ -176,9 +172,7 @@ def test_no_flipped_bit_of_any_file_gives_wrong_weights(directory, original, rng
 
 
 @pytest.mark.thorough
-def test_steps_that_are_not_trusted_move_once_and_if_there_is_an_older_one(
-    directory, logged
-):
+def test_steps_that_are_not_trusted_move_once(directory, logged):
     with checkpoints(directory, logged.append) as saved:
         saved.distrust(5, "of no use")
         saved.distrust(31, "of no use")
@@ -239,7 +233,7 @@ def fail(patch: pytest.MonkeyPatch, holder: Any, name: str, errors: list) -> Non
         (ocp.JsonCheckpointHandler, OSError(errno.EMFILE, "Too many open files")),
     ],
 )
-def test_what_could_not_be_read_is_tried_again_and_stays(
+def test_what_could_not_be_read_is_tried_again(
     directory, logged, monkeypatch, handler, error
 ):
     before, waits = files(directory), []

@@ -1,6 +1,7 @@
-"""Saves and restores: equal to the last bit on any mesh; refused for another model."""
+"""Restores: equal to the last bit on any mesh; refused for another model."""
 
 import collections
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.checkpoints.small_state import (
 )
 from tests.runs import assert_equal_bits, files
 from training.checkpoint import Checkpoints
+from training.stored_step import StoredStep
+from training.weights import SavedParameters, save_parameters
 
 Moments = collections.namedtuple("Moments", "count mu")
 
@@ -93,13 +96,13 @@ def test_other_model_is_refused_by_every_differing_key(tmp_path):
     model = {"model": {"layers": 3, "width": 16}, "vocabulary": 32, "heads": (4, 2)}
     with Checkpoints(tmp_path, keep=2, fingerprint=model) as saved:
         saved.save(1, state(1))
-    other = {"model": {"layers": 4, "width": 16}, "vocabulary": 64, "heads": [4, 2]}
+    other = {"model": {"layers": 4, "width": 16}, "heads": [4, 2], "mlp": 8}
     lines = (
         "mlp: saved nothing, this run 8",
         "model.layers: saved 3, this run 4",
-        "vocabulary: saved 32, this run 64",
+        "vocabulary: saved 32, this run nothing",
     )
-    assert_refused(tmp_path, other | {"mlp": 8}, "\n  ".join((":", *lines)) + "$")
+    assert_refused(tmp_path, other, "\n  ".join((":", *lines)) + "$")
 
 
 def test_steps_of_another_program_are_refused_and_left_alone(tmp_path):
@@ -162,3 +165,126 @@ def test_bad_arguments_are_refused_before_the_directory_is_made(tmp_path):
                 given = {"keep": 2, "fingerprint": {}} | {name: value}
                 Checkpoints(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
+
+
+FINGERPRINT = {"model": {"layers": 3, "rope_theta": 1e4, "scaling": {"factor": 2.0}}}
+OTHER = {"model": {"layers": 3, "rope_theta": 1e6, "scaling": {"factor": 4.0}}}
+
+
+def parameters() -> Any:
+    draw = functools.partial(np.random.default_rng(3).standard_normal, dtype=np.float32)
+    return {"embedding": draw((16, 8)), "layers": {"scale": draw((3, 8))}}
+
+
+def on_mesh(tree: Any, devices: int = 8) -> Any:
+    """Shapes of the arrays, on so many devices."""
+    sharding = NamedSharding(Mesh(jax.devices()[:devices], ("x",)), PartitionSpec())
+    return jax.tree.map(lambda x: x.update(sharding=sharding), abstract(tree))
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("imported")
+    save_parameters(directory, parameters(), FINGERPRINT)
+    return directory
+
+
+def test_parameters_come_back_bit_for_bit_or_rounded(workdir, tmp_path):
+    before, like = files(workdir), on_mesh(parameters())
+    saved = SavedParameters(workdir)
+    assert (saved.step, saved.fingerprint) == (0, FINGERPRINT)
+    restored = saved.restore(like)
+    assert_equal_bits(restored, parameters())
+    for got, wanted in zip(*map(jax.tree.leaves, (restored, like)), strict=True):
+        assert got.sharding == wanted.sharding
+    narrow = parameters()
+    narrow["embedding"] = jnp.asarray(narrow["embedding"], jnp.bfloat16)
+    rounded = saved.restore(on_mesh(narrow))
+    assert_equal_bits(rounded, narrow)
+    assert files(workdir) == before
+    save_parameters(tmp_path, rounded, FINGERPRINT)
+    wide = SavedParameters(tmp_path).restore(like)
+    assert_equal_bits(wide, jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
+
+
+def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_path):
+    options = {"keep": 2, "fingerprint": FINGERPRINT}
+    with Checkpoints(tmp_path / "checkpoints", **options) as checkpoints:
+        for step in (5, 9):
+            moved = jax.tree.map(lambda x, step=step: x + step, parameters())
+            state = {"step": np.int32(step), "params": moved, "optimizer_state": moved}
+            checkpoints.save(step, state)
+    saved = SavedParameters(tmp_path)
+    assert saved.step == 9
+    assert_equal_bits(saved.restore(on_mesh(parameters())), moved)
+
+
+def test_a_run_does_not_go_on_from_parameters_alone(workdir):
+    before = files(workdir)
+    state = on_mesh({"params": parameters(), "optimizer_state": {"mu": parameters()}})
+    options = {"keep": 1, "fingerprint": FINGERPRINT}
+    with Checkpoints(workdir / "checkpoints", **options) as checkpoints:
+        with pytest.raises(ValueError, match="holds imported weights and not a") as no:
+            checkpoints.restore(state)
+    said = str(no.value)
+    assert "config.init_from" in said and "\n" not in said and "mu" not in said
+    assert files(workdir) == before
+
+
+def test_parameters_of_another_model_are_refused_by_field(workdir):
+    saved = SavedParameters(workdir)
+    saved.check_model(FINGERPRINT)
+    with pytest.raises(ValueError) as caught:
+        saved.check_model(OTHER)
+    message = str(caught.value)
+    assert f"step 0 of {workdir} belong to another model" in message
+    assert "model.rope_theta: saved 10000.0, this run 1000000.0" in message
+    assert "model.scaling.factor: saved 2.0, this run 4.0" in message
+    assert "layers" not in message
+    # Fields that may differ do, and others do not.
+    saved.check_model(OTHER, ("rope_theta", "scaling"))
+    with pytest.raises(ValueError, match="scaling.factor") as caught:
+        saved.check_model(OTHER, ("rope_theta",))
+    assert "rope_theta:" not in str(caught.value)
+    wrong = parameters() | {"head": np.zeros((8, 16), np.float32)}
+    wrong["embedding"] = np.zeros((17, 8), np.float32)
+    with pytest.raises(ValueError) as caught:
+        saved.restore(on_mesh(wrong))
+    message = str(caught.value)
+    assert "params.embedding: saved float32[16, 8], this run float32[17, 8]" in message
+    assert "params.head: saved nothing, this run float32[8, 16]" in message
+    assert "scale" not in message
+
+
+def test_a_place_without_checkpoint_is_refused_and_stays_as_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere has no checkpoints"):
+        SavedParameters(tmp_path / "nowhere")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="begun has no checkpoints"):
+        SavedParameters(tmp_path / "begun")
+
+
+@pytest.mark.parametrize("moment", ["_read_meta", "_read_arrays"])
+def test_of_a_run_that_rotates_the_newest_step_is_read(tmp_path, monkeypatch, moment):
+    """The step that was found is deleted while it is read, and a newer one is there."""
+    read, seen = getattr(StoredStep, moment), []
+
+    def save(step):
+        options = {"keep": 1, "fingerprint": FINGERPRINT}
+        with Checkpoints(tmp_path / "checkpoints", **options) as run:
+            run.save(step, {"params": {"w": np.full(8, step, np.float32)}})
+
+    def rotated(stored, *arguments):
+        seen.append(stored.step)
+        if seen == [1]:
+            save(2)
+            assert not stored.directory.exists()
+        return read(stored, *arguments)
+
+    save(1)
+    monkeypatch.setattr(StoredStep, moment, rotated)
+    saved = SavedParameters(tmp_path)
+    restored = saved.restore(on_mesh({"w": np.zeros(8, np.float32)}))
+    np.testing.assert_array_equal(restored["w"], np.full(8, 2))
+    assert saved.step == 2

@@ -71,7 +71,7 @@ def test_a_run_goes_on_after_a_save_on_a_full_disk(directory, logged, moment):
     ],
     ids=["second", "last", "other"],
 )
-def test_a_second_failed_save_and_a_last_one_end_the_run(
+def test_a_second_failed_save_or_a_last_one_ends_the_run(
     directory, logged, steps, then, said
 ):
     before = files(directory)
@@ -145,11 +145,10 @@ def test_what_would_not_come_back_is_refused_and_not_written(tmp_path, state, me
 
 
 def test_what_says_no_place_is_refused(tmp_path):
+    shape = jax.ShapeDtypeStruct((3,), np.float32)
     with checkpoints(tmp_path) as saved:
         saved.save(1, {"a": ONE})
-        shape = jax.ShapeDtypeStruct((3,), np.float32)
         for wanted in ({"a": shape}, {"a": np.ones(3)}, {"a": 5}, 5):
             name = "a" if isinstance(wanted, dict) else "the whole"
-            message = f"{name} of abstract_state has no sharding: give"
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=f"{name} of abstract_state has no sh"):
                 saved.restore(wanted)

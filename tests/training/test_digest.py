@@ -1,6 +1,6 @@
-"""Digests: the same on every mesh, another one after every change."""
+"""Digests, the same on every mesh, and batches from blocks to global arrays."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from data.batch import Batch, Block
 from training.digest import Digest, device_digest, digest, digests, not_finite
+from training.feed import host_blocks, place
+from training.mesh import MeshShape, Partition, make_mesh
 
 TYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "bool"]
 LAYOUTS = [(8, PartitionSpec("x", "y")), (4, PartitionSpec("y")), (2, PartitionSpec())]
@@ -39,10 +42,10 @@ def test_every_flipped_bit_changes_the_digest(dtype, rng):
     word = np.dtype(f"uint{8 * array.dtype.itemsize}")
     seen = {int(one_digest(array))}
     bits = array.view(word).ravel()
-    for place in range(bits.size):
+    for spot in range(bits.size):
         for bit in range(8 * word.itemsize):
             changed = bits.copy()
-            changed[place] ^= word.type(1 << bit)
+            changed[spot] ^= word.type(1 << bit)
             seen.add(int(one_digest(changed.view(array.dtype).reshape(3, 5))))
     assert len(seen) == 1 + bits.size * 8 * word.itemsize
 
@@ -88,3 +91,48 @@ def test_what_is_not_finite_is_counted_where_it_lies(dtype, rng):
         assert not_finite(found) == "a holds 1 nan and 2 inf"
     found = digests({"a": np.float32([1, np.inf]), "b": np.float32([np.nan])})
     assert not_finite(found) == "a holds 1 inf (and 1 more arrays are not finite)"
+
+
+SHAPE = (4, 24)
+
+MESHES = {
+    "ring 8": (MeshShape(ring=8), 8),
+    "data 2 x fsdp 2 x ring 2": (MeshShape(data=2, fsdp=2, ring=2), 8),
+    "fsdp 2 x ring 2 x tensor 2": (MeshShape(fsdp=2, ring=2, tensor=2), 4),
+    "tensor 8": (MeshShape(tensor=8), 1),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_placed_blocks_are_the_global_batch(mesh):
+    sharding, batch = sharding_of(mesh), global_batch()
+    blocks = host_blocks(sharding, SHAPE)
+    assert len(blocks) == len(set(blocks)) == MESHES[mesh][1]
+    placed = place(cut(batch, sharding), sharding, SHAPE)
+    assert isinstance(placed, Batch)
+    for name, got, want in zip(Batch._fields, placed, batch, strict=True):
+        assert got.sharding == sharding and got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want, err_msg=name)
+        for shard in got.addressable_shards:
+            np.testing.assert_array_equal(shard.data, want[shard.index])
+
+
+def sharding_of(mesh: str) -> jax.sharding.NamedSharding:
+    partition = Partition(make_mesh(MESHES[mesh][0], jax.devices()))
+    return partition.sharding(("batch", "sequence"), SHAPE)
+
+
+def global_batch() -> Batch:
+    """Every number is there once."""
+    size = SHAPE[0] * SHAPE[1]
+    fields = [np.arange(n * size, (n + 1) * size).reshape(SHAPE) for n in range(6)]
+    batch = Batch(*(field.astype(np.int32) for field in fields))
+    return batch._replace(loss_weights=batch.loss_weights.astype(np.float32))
+
+
+def cut(batch: NamedTuple, sharding: jax.sharding.NamedSharding) -> dict[Block, Any]:
+    """What lies in each block of a batch."""
+    return {
+        b: type(batch)(*(x[slice(*b.rows), slice(*b.columns)] for x in batch))
+        for b in host_blocks(sharding, SHAPE)
+    }

@@ -1,4 +1,4 @@
-"""Curves on disk, rates from a fake clock, the console's line, and goodput."""
+"""Curves on disk, rates from a fake clock, the console's line, goodput, chips."""
 
 import errno
 import json
@@ -10,11 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
-from training import sinks
+from training import chips, sinks
+from training.chips import CHIPS
 from training.goodput import KINDS, Goodput
 from training.metrics import StepWork, Throughput
+from training.overlap import OFFLOADS, parameter_options
 from training.report import console_line
 from training.sinks import TensorBoardWriter, read_scalars, run_directory
 
@@ -37,6 +41,13 @@ class Timed(Throughput):
     def step(self, seconds: float, work: StepWork = WORK) -> None:
         self.count(work)
         self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def files_in_order(monkeypatch):
+    """The names of two files of one second are sorted as text: number 10 before 9."""
+    first = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", first)
 
 
 def write(directory: Path, first_step: int, losses: Iterable[float]) -> None:
@@ -151,21 +162,19 @@ def test_console_line_shows_everything_known():
     )
 
 
-@pytest.mark.parametrize(
-    ("rate", "value", "shown"),
-    [
-        ("tokens_per_second", 950.04, "950.0 tok/s"),
-        ("tokens_per_second", 999_940.0, "999.9k tok/s"),
-        ("tokens_per_second", 999_960.0, "1.0M tok/s"),
-        ("tokens_per_second", 2.0e9, "2.0G tok/s"),
-        # The time of the steps that remain.
-        ("step_time", 936.1, "ETA 26:00:10"),
-    ],
-)
-def test_token_rates_are_short_and_eta_is_that_of_the_steps_left(rate, value, shown):
+SHOWN = {
+    ("tokens_per_second", 999_940.0): "999.9k tok/s",
+    ("tokens_per_second", 999_960.0): "1.0M tok/s",
+    ("tokens_per_second", 2.0e9): "2.0G tok/s",
+    ("step_time", 936.1): "ETA 26:00:10",  # of the steps that remain
+}
+
+
+def test_token_rates_are_short_and_eta_is_that_of_the_steps_left():
     values = dict.fromkeys(("loss", "grad_norm", "learning_rate"), 1.0)
-    line = console_line(900, 1000, values | {f"perf/{rate}": value})
-    assert line.endswith("  " + shown)
+    for (rate, value), shown in SHOWN.items():
+        line = console_line(900, 1000, values | {f"perf/{rate}": value})
+        assert line.endswith("  " + shown)
 
 
 def test_a_full_disk_costs_points_and_no_run(tmp_path, monkeypatch):
@@ -302,3 +311,60 @@ def test_the_record_is_written_now_and_then_where_it_can_be(clock, tmp_path):
     make_steps(nowhere, clock, range(1, 3), seconds=4)
     nowhere.record(2)
     assert nowhere.seconds["step"] == 8
+
+
+PEAKS = {
+    "NVIDIA A100-SXM4-80GB": ("A100 80GB", 312e12),
+    "NVIDIA H100 80GB HBM3": ("H100 SXM", 989e12),
+    "NVIDIA H200": ("H200", 989e12),
+    "NVIDIA B200": ("B200", 2250e12),
+}
+
+
+def test_known_kinds_have_their_published_peak_and_others_nothing():
+    found = {kind: chips.find(kind) for kind in PEAKS}
+    assert {k: (chip.name, chip.peak_flops) for k, chip in found.items()} == PEAKS
+    with pytest.raises(ValueError, match="matrix_units of H200 must be known, got 0"):
+        _ = found["NVIDIA H200"].bundles_per_second
+    unknown = ["", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"]
+    for kind in [*unknown, jax.devices("cpu")[0].device_kind]:
+        assert chips.find(kind) is None
+
+
+def test_options_are_those_that_the_chip_can_follow():
+    """Collectives of parameters run beside the compute, where they can."""
+    assert parameter_options(None) == {}
+    for chip in CHIPS:
+        options, wanted = parameter_options(chip), set()
+        if chip.name in ("TPU v5p", "TPU v6e", "TPU7x"):
+            wanted = set(OFFLOADS)
+        elif chip.name == "TPU v4":
+            wanted = {"xla_enable_async_all_gather"}
+        assert options == dict.fromkeys(wanted, "true") and len(OFFLOADS) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "cores", "hertz"),
+    [
+        ("TPU v3", "v3", 1, 0.94e9),
+        ("TPU v4", "v4", 2, 1.05e9),
+        ("TPU v5 lite", "v5e", 1, 1.5e9),
+        ("TPU v5", "v5p", 2, 1.75e9),
+        ("TPU v6 lite", "v6e", 1, 1.75e9),
+        ("TPU7x", "7x", 1, None),
+    ],
+)
+def test_tpu_rows_are_near_the_compilers_own(kind, version, cores, hertz):
+    """JAX's rounded table differs by up to 14 %; half a chip would differ by 100 %."""
+    chip = chips.find(kind)
+    assert chip.name == f"TPU {version}".replace("TPU 7x", "TPU7x")
+    if hertz is not None:  # a core starts a bundle a cycle
+        assert chip.bundles_per_second == pytest.approx(cores * hertz, rel=3e-3)
+    # JAX's numbers are those of one TensorCore.
+    info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), cores)
+    for ours, theirs, tolerance in (
+        (chip.peak_flops, info.bf16_ops_per_second, 0.15),
+        (chip.hbm_bytes, info.hbm_capacity_bytes, 0.02),
+        (chip.hbm_bytes_per_second, info.mem_bw_bytes_per_second, 0.15),
+    ):
+        assert ours == pytest.approx(cores * theirs, rel=tolerance)

@@ -1,9 +1,16 @@
-"""Refused: checkpoints of another optimizer; processes that were told other things."""
+"""Refused: another optimizer's checkpoints, other processes' settings, a locked run."""
 
+import errno
+import fcntl
 import json
+import os
 import re
 import shutil
+import signal
+import socket
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,10 +21,11 @@ from data.text.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.processes import Processes, free_port
 from tests.runs import small_config
-from training import record
+from training import record, workdir
 from training.digest import digests
 from training.feed import place
 from training.weights import save_parameters
+from training.workdir import LOCK, locked, make_writable, replace_text
 
 ADAMW = record._PLAIN
 MUON = {"optimizer.name": "muon"}
@@ -102,9 +110,7 @@ DIFFERENT = [
 
 
 @pytest.mark.thorough
-def test_two_processes_read_the_batches_of_one_and_refuse_by_field_what_differs(
-    corpus, tmp_path
-):
+def test_two_processes_read_the_batches_of_one_and_refuse_others(corpus, tmp_path):
     same, other, gone = (str(tmp_path / name) for name in ("same", "other", "gone"))
     shutil.copytree(corpus, same)
     (tmp_path / "0.txt").write_text("of another host" * 40)
@@ -150,3 +156,97 @@ def test_two_processes_read_the_batches_of_one_and_refuse_by_field_what_differs(
     assert together == "agreed, None"
     assert 'differ in program: "sources 0" on process 0, "sources 1" on' in sources
     assert second == [*first[:-5], missing.removeprefix("process 1: "), *first[-4:]]
+
+
+HOLDS = """
+import sys, time
+from training.workdir import locked
+
+with locked(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.quick
+def test_another_run_is_refused_by_name_until_its_process_ends(tmp_path):
+    with Processes([["-c", HOLDS, str(tmp_path)]]) as one:
+        one.wait_for("held")
+        (holder,) = one.running
+        name = f"process {holder.pid} on {socket.gethostname()} since 20"
+        with pytest.raises(ValueError, match=re.escape(name)), locked(str(tmp_path)):
+            raise AssertionError("two runs in one directory")
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert (tmp_path / LOCK).exists()
+    with locked(str(tmp_path)):
+        assert f"process {os.getpid()} on" in (tmp_path / LOCK).read_text()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_its_holder_removes_is_not_taken(tmp_path, monkeypatch):
+    lock, removed = fcntl.flock, []
+
+    def leave_then_lock(*arguments: object) -> None:
+        if not removed:
+            (tmp_path / LOCK).unlink()
+            removed.append(True)
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", leave_then_lock)
+    with locked(str(tmp_path)):
+        with pytest.raises(ValueError, match="in use"), locked(str(tmp_path)):
+            raise AssertionError("each has a file of its own")
+    assert removed
+
+
+def test_what_cannot_be_locked_is_said_and_no_error(tmp_path, monkeypatch):
+    said = []
+    error = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
+    with locked(str(tmp_path), said.append), locked("gs://bucket/run", said.append):
+        pass
+    first, second = said
+    assert "No locks available" in first and "is a bucket" in second
+
+
+def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("of mine")
+    (tmp_path / LOCK).mkdir()
+    acts = make_writable, lambda folder: locked(str(folder)).__enter__()
+    for act, folder, named in [
+        *((act, x, x) for act in acts for x in (file, file / "below")),
+        (acts[1], tmp_path, tmp_path / "lock"),
+    ]:
+        with pytest.raises(OSError, match=f"^nothing can be written to {named}: "):
+            act(folder)
+    # As on a file system that is mounted for reading only; the user may be root.
+    monkeypatch.setattr(workdir.os, "access", lambda *_: False)
+    with pytest.raises(OSError, match="Permission denied"):
+        make_writable(tmp_path)
+    assert file.read_text() == "of mine"
+
+
+def test_a_full_disk_leaves_the_file_before(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    replace_text(path, "before")
+
+    def full(self, text):
+        self.write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(workdir.place_of(path)), "write_text", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}"):
+        replace_text(path, "{}")
+    assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize("name", ["", " ", "~/run", "~"])
+def test_a_name_that_would_lie_elsewhere_is_refused(tmp_path, monkeypatch, name):
+    """They were made as /checkpoints, and as a directory that is called "~"."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"config.workdir='{name}' must be the path"):
+        locked(name).__enter__()
+    assert not list(tmp_path.iterdir())
