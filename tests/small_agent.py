@@ -36,7 +36,6 @@ SMALL = {
     "train.validation_batches": 1,
 }
 
-
 ONE_TOKEN = {
     "agent__step_tokens": 1,
     "agent__action_kind": "discrete",

@@ -1,4 +1,4 @@
-"""Every config file: complete, locked, and a model that fits its mesh.
+"""Every config file: complete, locked, a model that fits its mesh, kept by its run.
 
 Errors call the fields of a config by their names there.
 """
@@ -16,17 +16,27 @@ import ml_collections
 import numpy as np
 import pytest
 
-from configs import agents, base, exorl_tiny, fine_tune, icrl_dark_room, models
+from configs import (
+    agents,
+    base,
+    exorl_tiny,
+    fine_tune,
+    grow_context,
+    icrl_dark_room,
+    models,
+)
 from data.text.token_file import TokenFileWriter
 from kernels.layouts import check_length
 from models.memory import REMAT_POLICIES, Execution
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import config_checks, run_config, task, text
+from tasks import config_checks, run_config, systems, task, text
+from tasks.command_line import read_config
 from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of, raise_all
 from tasks.exorl import AgentRun
 from tasks.state import optimizer_settings
 from tasks.text import TextRun
+from tests import buckets
 from tests.runs import small_config
 from training.guard import GuardSettings
 from training.mesh import MESH_AXES, MeshShape, Partition
@@ -153,15 +163,12 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_sizes_are_published_ones(size):
-    model = LanguageModelConfig(**models.fields_of(size))
-    widths = model.hidden_size, model.feed_forward_size, model.num_layers
-    assert PUBLISHED[size] == (*widths, model.num_heads, model.head_dim)
-    assert model.vocab_size == 32_000 and model.num_kv_heads == model.num_heads
-
-
-def test_the_cards_config_is_that_of_its_pod():
+def test_sizes_are_published_ones():
+    for name, sizes in PUBLISHED.items():
+        model = LanguageModelConfig(**models.fields_of(name))
+        widths = model.hidden_size, model.feed_forward_size, model.num_layers
+        assert sizes == (*widths, model.num_heads, model.head_dim)
+        assert model.vocab_size == 32_000 and model.num_kv_heads == model.num_heads
     card, same = load("tpuv4_7b"), models.get_config("7b/v4")
     assert card.workdir == "runs/tpuv4_7b"
     assert card.to_dict() | {"workdir": same.workdir} == same.to_dict()
@@ -280,3 +287,105 @@ def test_a_corpus_without_one_is_refused(corpus, tmp_path):
     (corpus / "meta.json").write_text(json.dumps(meta | {"vocab_size": 0}))
     with pytest.raises(ValueError, match=r"vocab_size=0 must be .*prepare the corpus"):
         vocab_size(corpus)
+
+
+def typed(config) -> dict:
+    return {name: (type(v), v) for name, v in fields_by_name(config).items()}
+
+
+@each_config
+def test_every_config_comes_back_with_its_types(name, tmp_path):
+    config = load(name)
+    config.workdir = str(tmp_path)
+    config.optimizer.clip_norm = math.inf
+    run_config.write(config)
+    assert typed(run_config.read(str(tmp_path))) == typed(config)
+
+
+def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):
+    config = grow_context.get_config("32768")
+    config.workdir, config.hosts.index = str(tmp_path / "run"), 3
+    (tmp_path / "run").mkdir()
+    run_config.write(config, {"model.vocab_size": 264, "not.a.field": 1})
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    read = read_config(["--workdir", str(moved), "--config.mesh.ring=2"])
+    assert read.is_locked and read.may_change == config.may_change != ()
+    # Every process has its own index, and says it.
+    assert (read.workdir, read.hosts.index) == (str(moved), -1)
+    assert (read.mesh.ring, read.model.vocab_size) == (2, 264)
+    assert [path.name for path in moved.iterdir()] == ["config.json"]
+    # Another run and other data are allowed to one start alone; what another model is
+    # allowed stays, as each start compares it with its base.
+    read.may_change = "seed", "data.context_tokens", "data", "run", "rope_theta"
+    run_config.write(read)
+    assert run_config.read(str(moved)).may_change == ("rope_theta",)
+    assert (moved / "config.json").read_text().startswith('{\n  "attention": ')
+
+
+def test_fields_of_agents_are_those_of_agents(tmp_path):
+    """Older programs wrote them into the configs of text too."""
+    old = {"agent": {"chain_length": 2}, "data": {"predict": "targets", "threads": 2}}
+    for kind in ("text", "exorl"):
+        (tmp_path / "config.json").write_text(json.dumps(old | {"task": kind}))
+        found = run_config.read(str(tmp_path))
+        assert (found.task, found.data.threads) == (kind, 2)
+        assert ("agent" in found) == ("predict" in found.data) == (kind == "exorl")
+    assert (found.agent.chain_length, found.data.predict) == (2, "targets")
+
+
+# Content of the file: what has to be said.
+WRONG = {
+    '{"train": {"stps": 7, "steps": 7}, "zeal": 1}': "not know: train.stps, zeal; use",
+    '{"train": 7}': "not know: train; use",
+    '{"seed": {"x": 7}}': "not know: seed.x; use",
+    '{"workdir": "x"}': "not know: workdir; use",
+    '{"seed": 1.5}': "config.json: seed=1.5 must be of type int",
+    '{"seed": true}': "config.json: seed=True must be of type int",
+    '{"may_change": "seed"}': "config.json: may_change='seed' must be of type list",
+    '{"guard": {"replay": 0}}': "guard.replay=0 must be of type bool",
+    '{"seed": null}': "seed=None must be of type int",
+    "[]": "must hold a JSON object, got []",
+    "": "config.json is not JSON",
+    '{"seed": 1, "seed": 2}': "'seed' stands twice",
+}
+
+
+@pytest.mark.parametrize("content", WRONG)
+def test_a_wrong_file_is_refused_in_one_line(content, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError) as caught:
+        read_config(["--workdir", str(tmp_path)])
+    (line,) = str(caught.value).splitlines()
+    assert str(tmp_path / "config.json") in line and WRONG[content] in line
+
+
+def test_a_workdir_without_it_is_refused_with_what_to_give(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no workdir .*nowhere$"):
+        read_config([f"--workdir={tmp_path}/nowhere"])
+    with pytest.raises(FileNotFoundError) as caught:
+        read_config([f"--workdir={tmp_path}"])
+    assert "has no config.json: it is of an older program" in str(caught.value)
+    assert f"--config.workdir={tmp_path} instead" in str(caught.value)
+    with pytest.raises(ValueError, match=r"--config=a and --workdir=b .* give one of"):
+        read_config(["--config=a", "--workdir=b"])
+
+
+def test_a_bucket_has_it_too():
+    config = grow_context.get_config("4096")
+    config.workdir = "gs://bucket/run"
+    with buckets.in_memory() as store:
+        for _ in range(2):
+            run_config.write(config)
+        assert typed(read_config(["--workdir=gs://bucket/run"])) == typed(config)
+        assert [*store] == ["/bucket/run/config.json"]
+
+
+@pytest.mark.parametrize(
+    "given", ["", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]
+)
+def test_runs_take_the_memory_that_plans_count_on(given, monkeypatch):
+    environment = {given: "0.5"} if given else {}
+    monkeypatch.setattr(systems.os, "environ", environment)
+    systems.prepare_devices(base.get_config())
+    wanted = {given: "0.5"} if given else {"XLA_CLIENT_MEM_FRACTION": "0.95"}
+    assert environment == wanted

@@ -12,7 +12,7 @@ from configs import agents, base
 from tasks import run_config
 from tasks.command_line import read_config
 from tests import pages
-from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT, Command
+from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.meshes import suggestions
 
@@ -21,7 +21,6 @@ NAMES = {p.name for f in pages.FOLDERS.split("|") for p in (ROOT / f).rglob("*.*
 NAMES |= {path.name for path in ROOT.glob("*.*")}
 WITH_PROGRAMS = [page for page in LIVING if page.blocks("python") and page != README]
 
-
 CONFIG = "--config", "--workdir="
 
 
@@ -29,10 +28,6 @@ def of_file(words: list[str]) -> list[str]:
     """Replaces the workdir, which is not there, by a config."""
     base = "--config=configs/base.py"
     return [base if word.startswith("--workdir=") else word for word in words]
-
-
-def tools(commands: list[Command]) -> list[Command]:
-    return [c for c in commands if re.match(r"tools\.[a-z]", c.program)]
 
 
 def test_every_option_in_the_text_is_one_of_some_program():
@@ -93,7 +88,9 @@ def imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("imported")
-@pytest.mark.parametrize("command", tools(COMMANDS), ids=str)
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.program.startswith("tools.")], ids=str
+)
 def test_programs_take_the_arguments_of_their_commands(command):
     # With what a program reads of a config, where it takes one.
     parser, given = pages.parser_of(command.program, command.arguments)
@@ -127,7 +124,6 @@ def test_config_fields_in_the_text_are_those_of_the_base_config():
 
 (MESHES,) = (page for page in PAGES if str(page) == "docs/meshes.md")
 MESH_ROW = re.compile(r"^\| (v\S+) \| (\d+) x (\d+) Ki \| (.*) \|$", re.MULTILINE)
-
 
 MESH_ROWS = MESH_ROW.findall(MESHES.text)
 SLOW_ROWS = [pytest.param(*row, marks=pytest.mark.slow) for row in MESH_ROWS[:-2]]

@@ -146,9 +146,6 @@ def test_the_best_episodes_are_chosen_among_those_trained_on(file):
     assert file.returns[best].min() > file.returns[others].max()
 
 
-TOO_SHORT = "context_tokens=48 must hold .*chain_length=2 .*make it 64"
-CUTS_STEPS = "stripe_granule=2 cuts the 4 tokens of a step: make it a multiple of 4"
-TOO_FEW = "chain of 2 episodes cannot be made of 1 different ones"
 REFUSALS = [
     ("mask", "window(4)", r"mask='window\(4\)' is not for agents, which see"),
     ("lora.rank", 2, "lora.rank=2 is for task text"),
@@ -159,9 +156,9 @@ REFUSALS = [
     ("agent.observation_size", 5, "observation_size=5, but .* has 3: set the config"),
     ("agent.action_size", 1, "action_size=1, but .* has 2: set the config"),
     ("agent.episode_steps", 6, "episode_steps=6, but .* has an episode of 7 steps"),
-    ("data.context_tokens", 48, TOO_SHORT),
-    ("stripe_granule", 2, CUTS_STEPS),
-    ("data.held_out_share", 0.05, TOO_FEW),
+    ("data.context_tokens", 48, "=48 must hold .*chain_length=2 .*make it 64"),
+    ("stripe_granule", 2, "granule=2 cuts the 4 tokens of a step: .* multiple of 4"),
+    ("data.held_out_share", 0.05, "2 episodes cannot be made of 1 different ones"),
     ("agent.return_scale", 0.0, "return_scale=0.0 must be"),
     ("data.chain_order", "sorted", "chain_order='sorted' must be one of asc"),
     ("data.latest_begin", -0.1, "latest_begin=-0.1 must be from 0 to 1"),

@@ -1,10 +1,13 @@
-"""From people's files to a trained step: tables, data sets, chats and mixtures of them.
+"""From people's files to a trained step, and from chats to a model that answers.
 
 The command that a program prints is run, with a small model; all share one program.
 """
 
+import io
+import json
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,14 @@ import numpy as np
 import pytest
 
 import train
+from data.chat.chat_format import FORMATS
 from data.text.token_file import SPLITS, TokenFile
+from data.text.tokenizer import open_tokenizer
 from tasks.command_line import read_config
 from tests import tables
+from tests.chat_families import FAMILIES
 from tests.runs import SMALL, Run
-from tools import prepare_chat, prepare_text
+from tools import generate, prepare_chat, prepare_text
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("programs")]
 
@@ -63,10 +69,8 @@ def test_parquet_files_of_the_hub_train(tmp_path, capsys):
     flags = prepared(prepare_text, tmp_path, source, capsys)
     found = losses(flags, tmp_path)
     assert len(found) == 4 and np.isfinite(found).all() and found[0] > 5
-    counts = [
-        TokenFile.open(tmp_path / "corpus", split).starts.size for split in SPLITS
-    ]
-    assert counts == [60, 20]
+    splits = (TokenFile.open(tmp_path / "corpus", split) for split in SPLITS)
+    assert [split.starts.size for split in splits] == [60, 20]
 
 
 def test_a_list_of_messages_trains(tmp_path, capsys):
@@ -100,3 +104,70 @@ def test_a_mixture_of_a_data_set_and_zst_resumes_where_it_was(tmp_path, capsys):
     flags[-1] = flags[-1].replace("0.25", "0.5")
     with pytest.raises(ValueError, match=r"other settings: data\.corpus\.contents"):
         losses(flags, tmp_path / "whole")
+
+
+NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hanna Ida Jan Kim Lea".split()
+TOWNS = "Rome Oslo Bern Kyiv Riga Lima Cork Graz Pisa Faro Jena Ulm".split()
+ODD = 3 * ["<|eot_id|><|im_end|>"] + 9 * [""]
+
+# What the second question is about stands in the first alone. A reply does not end at
+# the name of a token in it.
+CONVERSATIONS = [
+    (f"Where is {name}?", f"In {town}{odd}.", "Since?", f"{1980 + n}.")
+    for n, (name, town, odd) in enumerate(zip(NAMES, TOWNS, ODD, strict=True))
+]
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A published base model's tokenizer, with a template."""
+    family = FAMILIES["llama3"]
+    family.save(directory, ["\n".join(talk) for talk in CONVERSATIONS])
+    config = {"bos_token": family.bos, "eos_token": "<|end_of_text|>"}
+    config |= {"add_bos_token": True, "chat_template": FORMATS["llama3"].template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_chats(path: Path) -> None:
+    said = [zip(("user", "assistant") * 2, talk, strict=True) for talk in CONVERSATIONS]
+    rows = [[{"role": who, "content": words} for who, words in talk] for talk in said]
+    path.write_bytes(tables.as_lines([{"messages": row} for row in rows]))
+
+
+FIELDS = {
+    "simulated_devices": 1,
+    "implementation": "reference",
+    "attention": "vanilla",
+    "mesh__fsdp": 1,
+    "mesh__ring": 1,
+    "data__rows": "whole",
+    "data__context_tokens": 64,
+    "data__batch_rows": 8,
+    "model__hidden_size": 64,
+    "optimizer__peak_lr": 1e-2,
+    "train__steps": 140,
+    "train__validation_batches": 0,
+    "checkpoint__save_every_steps": 140,
+}
+
+
+def test_a_model_trained_on_chats_answers_and_stops(tmp_path, capsys, monkeypatch):
+    """Asked in the corpus' template, on a ring, turn by turn."""
+    write_tokenizer(tmp_path)
+    chats, corpus = tmp_path / "chats.jsonl", tmp_path / "corpus"
+    write_chats(chats)
+    options = "--output", str(corpus), "--context-tokens", "64"
+    assert prepare_chat.main([str(chats), *options, "--tokenizer", str(tmp_path)]) == 0
+    run = Run(corpus, tmp_path / "run", **FIELDS)
+    run.command()
+    assert run.losses()[-1] < 0.1
+    held_out = TokenFile.open(corpus, "validation")
+    held_out = open_tokenizer(held_out.tokenizer).decode(held_out.tokens[:])
+    learned = [talk for talk in CONVERSATIONS if talk[0] not in held_out][:4]
+    lines = "".join(f"{talk[0]}\n{talk[2]}\n\n" for talk in learned)
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    mesh = {"attention": "striped", "mesh__fsdp": 2, "mesh__ring": 4}
+    flags = run.flags(simulated_devices=0, **mesh)
+    assert generate.main([*flags, "--chat", "--temperature", "0"]) == 0
+    answers = [reply for talk in learned for reply in talk[1::2]]
+    assert capsys.readouterr().out.splitlines() == answers

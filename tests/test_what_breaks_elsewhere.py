@@ -5,7 +5,6 @@ same written out in float64. Every fault that operands can have is put in, and f
 """
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,6 @@ from training.mesh import MeshShape
 
 LAYOUTS = "ring", "striped", "zigzag"
 slow = pytest.mark.slow
-
 
 # Every ring size in one layout, in turn; slow in the others.
 every_ring = pytest.mark.parametrize(
@@ -137,31 +135,6 @@ def test_the_loss_of_every_token_is_that_written_out(ring, attention, rows):
     assert_written_out(model, rows, batch_of(model, rows))
 
 
-def alone(batch: Batch, row: int, start: int, end: int) -> Batch:
-    """A document of a row, in natural order, at the start of a row of padding."""
-    document = batch._replace(k_start=batch.k_start - start, k_end=batch.k_end - start)
-    padding = 0, batch.tokens.shape[1] - (end - start)
-    return jax.tree.map(lambda x: np.pad(x[row, start:end], padding), document)
-
-
-@pytest.mark.thorough(quick=2)
-@every_ring
-def test_packed_documents_have_the_losses_of_each_alone(ring, attention, rows):
-    model = model_on(ring, attention)
-    batch, documents = rows.read(model.length), []
-    for number, row in enumerate(ROWS.values()):
-        ends = [0, *np.cumsum(row.documents).clip(max=model.length)]
-        documents += [(number, *span) for span in itertools.pairwise(ends)]
-    each = [alone(batch, *document) for document in documents]
-    each = jax.tree.map(
-        lambda *x: layouts.permute(np.stack(x), model.layout, ring), *each
-    )
-    packed, found = losses_of(model, batch_of(model, rows)), losses_of(model, each)
-    for (row, start, end), losses_alone in zip(documents, found, strict=True):
-        together = packed[row, start:end]
-        np.testing.assert_allclose(losses_alone[: end - start], together, rtol=1e-5)
-
-
 # What other rings did to their operands, in natural order: in a ring of two.
 def leak(batch, index, half, sees):
     return {"k_start": np.where(sees, 0, batch.k_start)}
@@ -256,30 +229,31 @@ def mean_loss(losses: np.ndarray, batch: Batch) -> float:
     return float((losses * batch.loss_weights).sum() / batch.loss_weights.sum())
 
 
+def assert_means(model: RingModel, rows: HardRows, wanted: float) -> None:
+    """Compares the losses that a step and a validation give of the same batch."""
+    batch = batch_of(model, rows)
+    trained = float(model.step(batch)[1]["loss"])
+    assert trained == pytest.approx(wanted, rel=1e-5), "training loss"
+    assert model.evaluation(batch) == pytest.approx(wanted, rel=1e-5), "validation loss"
+
+
 @pytest.mark.thorough
 @every_mesh
 def test_evaluation_loss_is_the_training_loss(shape, attention, microbatches, rows):
     """And the mean of all tokens, in float64, not that of the shards' means."""
     model = run_on(shape, attention, microbatches)
-    batch, losses = batch_of(model, rows), truth(model, rows)
+    losses, weights = truth(model, rows), batch_of(model, rows).loss_weights
     wanted = mean_loss(losses, rows.read(model.length))
-    trained = float(model.step(batch)[1]["loss"])
-    assert trained == pytest.approx(wanted, rel=1e-5)
-    assert model.evaluation(batch) == pytest.approx(wanted, rel=1e-5)
+    assert_means(model, rows, wanted)
     by_slot = layouts.permute(losses, model.layout, model.ring)
     cut = functools.partial(np.split, indices_or_sections=max(2, model.ring), axis=1)
-    shards = zip(cut(by_slot), cut(batch.loss_weights), strict=True)
+    shards = zip(cut(by_slot), cut(weights), strict=True)
     means = [(x * w).sum() / w.sum() for x, w in shards if w.any()]
     assert np.mean(means) != pytest.approx(wanted, rel=5e-4)
 
 
-@pytest.mark.thorough
-@every_mesh
-def test_gradients_are_the_slopes_of_the_loss(
-    shape, attention, microbatches, rows, rng
-):
-    """Along every parameter, of rows that are mostly padding."""
-    model = run_on(shape, attention, microbatches)
+def assert_slopes(model: RingModel, rows: HardRows, rng: np.random.Generator) -> None:
+    """Compares the gradient of each parameter with a slope of the loss written out."""
     gradients, metrics = model.step(batch_of(model, rows))
     norm = np.linalg.norm([np.linalg.norm(x) for x in jax.tree.leaves(gradients)])
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
@@ -297,6 +271,15 @@ def test_gradients_are_the_slopes_of_the_loss(
         slope = (loss_after(1) - loss_after(-1)) / (2 * step)
         error = abs(np.vdot(gradient, along) - slope) / np.linalg.norm(gradient)
         assert error < 1e-3, f"slope of {jax.tree_util.keystr(path)}"
+
+
+@pytest.mark.thorough
+@every_mesh
+def test_gradients_are_the_slopes_of_the_loss(
+    shape, attention, microbatches, rows, rng
+):
+    """Along every parameter, of rows that are mostly padding."""
+    assert_slopes(run_on(shape, attention, microbatches), rows, rng)
 
 
 @pytest.mark.thorough
