@@ -40,6 +40,12 @@ class SimulatedTpu:
     def backward(self, *operands, **options):
         return pallas_tpu.backward(*operands, **options, launch=self.launch)
 
+    def forward_steps(self, *operands, **options):
+        return pallas_tpu.forward_steps(*operands, **options, launch=self.launch)
+
+    def backward_steps(self, *operands, **options):
+        return pallas_tpu.backward_steps(*operands, **options, launch=self.launch)
+
     def with_vmem(self, capacity: int) -> "SimulatedTpu":
         """Returns the same on a chip with `capacity` bytes of vector memory."""
         chip = dataclasses.replace(self.launch.chip, vmem_capacity_bytes=capacity)

@@ -18,19 +18,16 @@ arrive before the kernels, which add to them in place, and nothing is put off.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..backends.steps import Rows, backward_steps
 from ..device import is_cpu
 from ..masks import Visible
 from ..merge import added
-from .comm import Bounds, Chunks, Pair, Pairs, Ring, as_one, join
-
-Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
+from .comm import Chunks, Pair, Pairs, Ring, Table, as_one, join
 
 
 def backward(
@@ -46,9 +43,43 @@ def backward(
     groups: list[Rows] = list(zip(*cut, strict=True))
     own, last = chunks.own(), chunks.schedule.last
     count, in_place = ring.count(visible, chunks.length), is_cpu()
-    gradients = functools.partial(_gradients, chunks, groups)
+    steps = {
+        i: backward_steps(
+            ring.backend, groups[chunks.group(i)], k, visible, ring.scores
+        )
+        for i, (k, _) in own.items()
+    }
+    tables = {
+        i: chunks.table(i, one.prepare, is_cut=not in_place) for i, one in steps.items()
+    }
     zeros = [jnp.zeros(q.shape, lse.dtype) for q, _, lse, _ in groups]
-    nothing = _first_sums(chunks, own, zeros[0].dtype, count)
+    # What a loop of unknown length starts with.
+    nothing = {
+        i: _zeros(pair, zeros[0].dtype)
+        for i, pair in own.items()
+        if count is not None and chunks[i].first
+    }
+
+    def gradients(
+        now: dict[int, Table], held: Pairs, dq: list, dkv: Pairs
+    ) -> tuple[list, Pairs]:
+        """Adds to dq, and to dk and dv so far, of the chunks that are attended to."""
+
+        def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
+            dq, dkv = list(sums[0]), dict(sums[1])
+            for i, one in now.items():
+                group = chunks.group(i)
+                sums_so_far = dq[group], dkv.get(i)
+                dq[group], *pair = steps[i].add(*held[i], one.seen, *sums_so_far)
+                dkv[i] = tuple(pair)
+            return dq, dkv
+
+        def unseen(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
+            dq, dkv = sums
+            zeros = {i: _zeros(own[i], dq[0].dtype) for i in now}
+            return list(dq), {**zeros, **dkv}
+
+        return as_one(kernels, unseen, now, ring, (dq, dkv))
 
     def step(
         static_step: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs
@@ -56,11 +87,14 @@ def backward(
         """Takes a step; the one after the last is that of the second half."""
         arriving = chunks.passed_on(held, static_step)
         moved = _followed(chunks, dkv, static_step - 1, count)
-        bounds = _bounds(chunks, static_step, n, is_cut=not in_place)
         before, apart = dkv | moved, {}
         if not in_place:
             before, apart = {}, before
-        dq, new = gradients(bounds, held, dq, before)
+        numbers = chunks.attended(static_step)
+        if static_step > last and not in_place:
+            numbers, n = chunks.attended(0), -1
+        now = {i: tables[i].at(n) for i in numbers}
+        dq, new = gradients(now, held, dq, before)
         if arriving or moved:
             (arriving, apart, new), dq = ring.barrier((arriving, apart, new), dq)
         return arriving, dq, apart | {i: added(apart.get(i), new[i]) for i in new}
@@ -71,8 +105,9 @@ def backward(
         return dq, dkv
 
     def alone() -> tuple[list, Pairs]:
-        bounds = {i: chunks.bounds(i, 0) for i in chunks.attended(0)}
-        dq, dkv = gradients(bounds, own, zeros, {})
+        whole = {i: chunks.table(i, steps[i].prepare) for i in chunks.attended(0)}
+        now = {i: table.at(0) for i, table in whole.items()}
+        dq, dkv = gradients(now, own, zeros, {})
         return dq, dkv | nothing
 
     if last == 0:
@@ -88,62 +123,10 @@ def backward(
     return dq, ring.heads_first(dk), ring.heads_first(dv)
 
 
-def _gradients(
-    chunks: Chunks,
-    groups: list[Rows],
-    bounds: dict[int, Bounds],
-    held: Pairs,
-    *sums: Any,
-) -> tuple[list, Pairs]:
-    """Adds to dq, and to dk and dv, of the chunks that have bounds.
-
-    sums: dq of each head group, and dk and dv so far of some chunks.
-    """
-    ring = chunks.ring
-
-    def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
-        dq, dkv = list(sums[0]), dict(sums[1])
-        for i, seen in bounds.items():
-            group = chunks.group(i)
-            q, *others = groups[group]
-            options = {**ring.scores, "dq": dq[group], "dkv": dkv.get(i)}
-            operands = q, *held[i], *others, *seen
-            dq[group], *pair = ring.backend.backward(*operands, **options)
-            dkv[i] = tuple(pair)
-        return dq, dkv
-
-    return as_one(kernels, ring, bounds, sums)
-
-
-def _bounds(
-    chunks: Chunks, static_step: int, n: jax.Array | int, is_cut: bool
-) -> dict[int, Bounds]:
-    """Returns what each query sees of the chunks that a step's devices attend to.
-
-    is_cut: whether half of the local block's queries are put off to the end.
-    """
-    is_late = static_step > chunks.schedule.last
-    numbers = chunks.attended(0 if is_late else static_step)
-    found = {i: chunks.bounds(i, 0 if is_late else n) for i in numbers}
-    if not is_cut:
-        return {} if is_late else found
-    if 0 < static_step and not is_late:
-        return found
-    spans = {i: chunks[i].slots for i in numbers}
-    return {
-        i: halves(seen, spans[i][1] - spans[i][0])[is_late] for i, seen in found.items()
-    }
-
-
-def _first_sums(
-    chunks: Chunks, own: Pairs, dtype: jnp.dtype, count: jax.Array | None
-) -> Pairs:
-    """Returns zeros for chunks that a loop of unknown length starts with."""
-    return {
-        i: (jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-        for i, (k, v) in own.items()
-        if count is not None and chunks[i].first
-    }
+def _zeros(kv: Pair, dtype: jnp.dtype) -> Pair:
+    """Returns zeros of the shape of k and v."""
+    k, v = (jnp.zeros(x.shape, dtype) for x in kv)
+    return k, v
 
 
 def _followed(
@@ -192,17 +175,3 @@ def _joined(chunks: Chunks, dkv: Pairs) -> Pair:
         joined.append((dk, dv))
     dk, dv = (join(parts, 2) for parts in zip(*joined, strict=True))
     return dk, dv
-
-
-def halves(bounds: Bounds, length: int) -> tuple[Bounds, Bounds]:
-    """Splits intervals into those of the first half of the queries, and of the second.
-
-    bounds: (B, L) each, within [0, length]. The other half's are empty, at the end of
-    the keys or at their start, so that bounds do not decrease along the queries.
-    """
-    queries = bounds[0].shape[1]
-    first = jnp.arange(queries) < queries // 2
-    k_start, k_end = bounds
-    early = jnp.where(first, k_start, length), jnp.where(first, k_end, length)
-    late = jnp.where(first, 0, k_start), jnp.where(first, 0, k_end)
-    return early, late

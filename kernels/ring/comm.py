@@ -1,9 +1,8 @@
 """What a device of a ring knows of it, which chunks it holds, and how it sends them."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,6 @@ TOKENS_LAST = 0, 2, 3, 1
 
 TOKENS_SECOND = 0, 3, 1, 2
 """Of that as (B, L, H, D) again."""
-
-LSE_RANK = 3
-"""Axes of lse (B, H, L); out, and all gradients, have four."""
 
 UNROLLED_STEPS, UNROLLED_ON_TPU = 16, 4
 """Rings with more steps are compiled as a loop: its compile time does not grow."""
@@ -148,6 +144,24 @@ class Ring:
         return memory_layout.with_layout_constraint(x, layout)
 
 
+class Table(NamedTuple):
+    """What kernels want to know of a chunk in each ring step, or in one.
+
+    seen: of a backend's steps, with a leading axis of ring steps, and so the next.
+    is_seen: whether any query sees anything. first: the first step's number.
+    """
+
+    seen: Any
+    is_seen: jax.Array
+    first: int
+
+    def at(self, step: jax.Array | int) -> "Table":
+        """Returns that of a ring step; -1: of the one after the last."""
+        place = step if isinstance(step, int) and step < 0 else step - self.first
+        seen, is_seen = jax.tree.map(lambda x: x[place], (self.seen, self.is_seen))
+        return Table(seen, is_seen, self.first)
+
+
 @dataclass(frozen=True)
 class Chunks:
     """The chunks of a ring's keys and values, on this device.
@@ -208,6 +222,29 @@ class Chunks:
         k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
         return k_start, k_end
 
+    def table(self, number: int, prepare: Callable, is_cut: bool = False) -> Table:
+        """Prepares what a chunk's kernels want to know of all ring steps.
+
+        Outside of the loop over these, which is left with transfers and kernels.
+
+        prepare: of a backend's steps. is_cut: whether half of the local block's queries
+          are put off to a step after the last.
+        """
+        chunk = self[number]
+        is_counted = isinstance(self.ring.route, Counted)
+        steps = self.ring.size if is_counted else chunk.last + 1
+        every = jnp.arange(chunk.first, steps, dtype=jnp.int32)
+        bounds = jax.vmap(lambda n: self.bounds(number, n))(every)  # (steps, B, L)
+        if is_cut and not chunk.first:
+            begin, end = chunk.slots
+            own = halves((bounds[0][0], bounds[1][0]), end - begin)
+            bounds = tuple(
+                jnp.concatenate([early[None], x[1:], late[None]])
+                for early, x, late in zip(own[0], bounds, own[1], strict=True)
+            )
+        is_seen = jnp.less(*bounds).any(axis=(1, 2))
+        return Table(jax.vmap(prepare)(*bounds), is_seen, chunk.first)
+
     def passed_on(self, held: Pairs, static_step: int) -> Pairs:
         """Sends chunks to where they are attended to in the next step, if anywhere."""
         return {
@@ -248,31 +285,19 @@ def _looped(first: int, end: int, step: Callable, state: tuple) -> tuple:
     )[0]
 
 
-def as_one(run: Callable, ring: Ring, bounds: dict[int, Bounds], sums: Any) -> Any:
+def as_one(
+    run: Callable, unseen: Callable, now: dict[int, Table], ring: Ring, sums: Any
+) -> Any:
     """Runs kernels on sums so far; several, in a ring, as one instruction for XLA.
 
     Of a transfer beside several XLA believes that the last kernel will hide it, and
     would start it after the others. They are skipped where no query sees anything.
+
+    unseen: returns sums of the form that run does. now: of chunks to attend to.
     """
-    if len(bounds) < 2 or ring.size == 1:
+    if len(now) < 2 or ring.size == 1:
         return run(sums)
-    results = jax.eval_shape(run, sums)
-    is_seen = functools.reduce(
-        jnp.logical_or, (jnp.any(jnp.less(*seen)) for seen in bounds.values())
-    )
-
-    def unseen(sums: Any) -> Any:
-        """Fills in what is not there yet: out and gradients of 0, lse of -inf."""
-        given = dict(jax.tree_util.tree_flatten_with_path(sums)[0])
-        paths, structure = jax.tree_util.tree_flatten_with_path(results)
-        found = [
-            given[path]
-            if path in given
-            else jnp.full(x.shape, -jnp.inf if x.ndim == LSE_RANK else 0, x.dtype)
-            for path, x in paths
-        ]
-        return jax.tree.unflatten(structure, found)
-
+    is_seen = jnp.stack([one.is_seen for one in now.values()]).any()
     return lax.cond(is_seen, run, unseen, sums)
 
 
@@ -290,3 +315,17 @@ def _ordered(arrays: Any, order: tuple[int, ...]) -> Any:
     if not is_cpu():
         return arrays
     return jax.tree.map(lambda x: x.transpose(order) if x.ndim == 4 else x, arrays)
+
+
+def halves(bounds: Bounds, length: int) -> tuple[Bounds, Bounds]:
+    """Splits intervals into those of the first half of the queries, and of the second.
+
+    bounds: (B, L) each, within [0, length]. The other half's are empty, at the end of
+    the keys or at their start, so that bounds do not decrease along the queries.
+    """
+    queries = bounds[0].shape[1]
+    first = jnp.arange(queries) < queries // 2
+    k_start, k_end = bounds
+    early = jnp.where(first, k_start, length), jnp.where(first, k_end, length)
+    late = jnp.where(first, 0, k_start), jnp.where(first, 0, k_end)
+    return early, late

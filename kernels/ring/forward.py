@@ -12,6 +12,8 @@ import functools
 import jax
 from jax import lax
 
+from ..backends import Steps
+from ..backends.steps import forward_steps, nothing
 from ..masks import Visible
 from .comm import Chunks, Pair, Pairs, Ring, as_one, join
 
@@ -26,24 +28,36 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     """
     chunks = Chunks.of(ring, kv, visible, length)
     queries = chunks.head_groups(q, axis=2)
-    own, nothing = chunks.own(), [None] * len(queries)
+    own, none = chunks.own(), [None] * len(queries)
+    backend = ring.backend
+    if len({k.shape[1] for k, _ in own.values()}) > 1:
+        # Kernels of other lengths may cut the queries, and their results, otherwise.
+        backend = Steps(backend.forward, backend.backward)
+    steps = {
+        i: forward_steps(backend, queries[chunks.group(i)], k, visible, ring.scores)
+        for i, (k, _) in own.items()
+    }
+    tables = {i: chunks.table(i, one.prepare) for i, one in steps.items()}
 
     def attend(
         static_step: int, n: jax.Array | int, held: Pairs, partial: list
     ) -> list:
         """Attends to the chunks of a step, from the partial result of each group."""
-        bounds = {i: chunks.bounds(i, n) for i in chunks.attended(static_step)}
+        now = {i: tables[i].at(n) for i in chunks.attended(static_step)}
 
         def kernels(partial: list) -> list:
             partial = list(partial)
-            for i, seen in bounds.items():
+            for i, one in now.items():
                 group = chunks.group(i)
-                options = {**ring.scores, "carry": partial[group]}
-                operands = queries[group], *held[i], *seen
-                partial[group] = ring.backend.forward(*operands, **options)
+                carry = partial[group]
+                partial[group] = steps[i].attend(*held[i], one.seen, carry)
             return partial
 
-        return as_one(kernels, ring, bounds, partial)
+        def unseen(partial: list) -> list:
+            begin = {chunks.group(i): steps[i].begin for i in now}
+            return [x or begin[g](nothing(queries[g])) for g, x in enumerate(partial)]
+
+        return as_one(kernels, unseen, now, ring, partial)
 
     def step(static_step: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
         arriving = chunks.passed_on(held, static_step)
@@ -54,13 +68,14 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
         return arriving, partial
 
     def around(count: jax.Array | None) -> list:
-        return chunks.run(step, (own, nothing), count)[1]
+        return chunks.run(step, (own, none), count)[1]
 
     count = ring.count(visible, length)
     if count is None:
         partial = around(None)
     else:
-        alone = functools.partial(attend, 0, 0, own, nothing)
+        alone = functools.partial(attend, 0, 0, own, none)
         partial = lax.cond(count > 0, lambda: around(count), alone)
-    out, lse = zip(*partial, strict=True)
+    finish = {chunks.group(i): one.finish for i, one in steps.items()}
+    out, lse = zip(*(finish[g](x) for g, x in enumerate(partial)), strict=True)
     return join(out, 2), join(lse, 1)

@@ -154,7 +154,7 @@ def test_gradients_are_equal_wherever_dq_stays(rng):
 
 def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
     """As they are chosen, forward after a first ring step and backward."""
-    forward = pallas_tpu.cut_forward(chip, q, k, has_carry=True)
+    forward = pallas_tpu.cut_forward(chip, q, k)
     return forward, pallas_tpu.cut_backward(chip, q, k)[0]
 
 

@@ -16,8 +16,7 @@ from kernels import masks
 from kernels.backends import blockwise, reference
 from kernels.one_device import attention
 from kernels.ring import attend as ring
-from kernels.ring import backward as ring_backward
-from kernels.ring import comm
+from kernels.ring import comm as ring_comm
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import (
     BFLOAT16_RATIO,
@@ -154,7 +153,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(
 
 def test_ring_longer_than_it_is_unrolled_matches_one_device(rng):
     """A loop of two steps an iteration, and one left over: no constant is patched."""
-    case = Case(comm.UNROLLED_STEPS + 4, "striped", "documents", 2, 93, 16)
+    case = Case(ring_comm.UNROLLED_STEPS + 4, "striped", "documents", 2, 93, 16)
     problem = Problem.of(rng, case)
     answer = solve_on_ring(case, problem, reference, jnp.float32, one_device_ring)
     errors = answer.errors(solve(problem, jnp.float64))
@@ -207,7 +206,7 @@ def test_ring_over_part_of_a_mesh_matches_one_device(keep_tail, rng):
 def test_heads_are_padded_where_they_travel_between_tpus(
     kind, ring_size, padded, monkeypatch
 ):
-    monkeypatch.setattr(comm, "is_tpu", lambda: kind.startswith("TPU"))
+    monkeypatch.setattr(ring_comm, "is_tpu", lambda: kind.startswith("TPU"))
     this_ring = ring.Ring("ring", ring_size, layout.Striped(), 1.0, blockwise)
     read = jax.eval_shape(this_ring.as_read, jnp.ones((1, 8, 2, 100)))
     assert read.shape == (1, 8, 2, padded)
@@ -219,7 +218,7 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
     case = Case(2, "striped", "documents", 2, 93, 100, heads=2)
     problem = Problem.of(rng, case)
     as_they_are = solve_on_ring(case, problem, reference, jnp.float32)
-    monkeypatch.setattr(comm, "is_tpu", lambda: True)
+    monkeypatch.setattr(ring_comm, "is_tpu", lambda: True)
     compiled_ring.cache_clear()
     as_read = solve_on_ring(case, problem, reference, jnp.float32)
     compiled_ring.cache_clear()
@@ -230,9 +229,7 @@ def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
 def test_halves_of_the_queries_have_the_intervals_of_all(queries, rng):
     bounds = np.sort(rng.integers(0, 6, (2, 3, queries)), axis=2)
     bounds[1] = np.maximum(*bounds)
-    early, late = (
-        np.array(half) for half in ring_backward.halves(tuple(bounds), length=5)
-    )
+    early, late = (np.array(half) for half in ring_comm.halves(tuple(bounds), length=5))
     middle = queries // 2
     np.testing.assert_array_equal(early[..., :middle], bounds[..., :middle])
     np.testing.assert_array_equal(late[..., middle:], bounds[..., middle:])

@@ -36,7 +36,7 @@ from . import diagonal
 from .backward_dq import STREAMED, VISITED, Resident, Streamed
 from .backward_tile import BackwardTile, KeyTile, QueryTile
 from .block_sizes import TpuBlocks
-from .bounds import SubBlockBounds
+from .bounds import SubBlockBounds, TileNumbers
 from .dma import DoubleBuffer, StackedTiles, Tiles
 from .neighbours import Neighbours
 from .orientation import UPRIGHT, Orientation
@@ -47,9 +47,7 @@ from .vector import buffer_bytes, flat_index
 class Operands(NamedTuple):
     """Arrays that the backward kernel reads.
 
-    query_tile_ranges: 4 x [M * key tiles], SMEM.
-    min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
-    first_ends: none, or of `diagonal.first_ends`, [M * query tiles], SMEM.
+    numbers: `TileNumbers` of the query tiles of key tiles, SMEM.
     k, v: [M, X, key tiles, block_k, D].
     q, do: [M, X, G, query tiles * block_q, D], left in HBM, and so the next three.
     lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R].
@@ -57,10 +55,7 @@ class Operands(NamedTuple):
     dq: float32 accumulators, as q or the last two axes swapped, left in HBM.
     """
 
-    query_tile_ranges: TileRanges
-    min_k_start: jax.Array
-    max_k_end: jax.Array
-    first_ends: tuple[jax.Array, ...]
+    numbers: jax.Array
     k: jax.Array
     v: jax.Array
     q: jax.Array
@@ -143,6 +138,7 @@ def backward_call(
     """
     batch, heads, key_tiles, block_k, depth = operands.k.shape
     query_tiles, _, rows = operands.lse_delta.shape[2:]
+    dq_type = Resident if is_dq_resident else Streamed
     k_block = pl.BlockSpec(  # [block_k, D]
         (None, None, None, block_k, depth), lambda b, x, j, *_: (b, x, j, 0, 0)
     )
@@ -157,10 +153,10 @@ def backward_call(
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     dq_tiles = query_tiles if is_dq_resident else STREAMED
     call = pl.pallas_call(
-        functools.partial(_kernel, config, Resident if is_dq_resident else Streamed),
+        functools.partial(_kernel, config, dq_type, batch * key_tiles),
         name="flash_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=1,
             grid=(batch, heads, key_tiles),
             in_specs=[k_block, k_block, *[hbm] * 5],
             out_specs=(hbm, dk_block, dk_block),
@@ -182,10 +178,8 @@ def backward_call(
 def _kernel(
     config: TileConfig,
     dq_type: type[Resident] | type[Streamed],
-    ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next three
-    min_k_start_ref: jax.Ref,
-    max_k_end_ref: jax.Ref,
-    first_ends_ref: tuple[jax.Ref, ...],
+    key_tiles: int,  # of all M
+    numbers_ref: jax.Ref,  # SMEM, as in `Operands`
     k_ref: jax.Ref,  # [block_k, D]
     v_ref: jax.Ref,  # [block_k, D]
     q_hbm_ref: jax.Ref,  # [M, X, G, query tiles * block_q, D]
@@ -201,8 +195,11 @@ def _kernel(
     """Computes the gradients of one key tile: program (batch, head, key tile)."""
     batch, head, j = (pl.program_id(axis) for axis in range(3))
     key_tile = batch * pl.num_programs(2) + j
-    ranges = jax.tree.map(lambda bound_ref: bound_ref[key_tile], ranges_ref)
-    near = Neighbours.of(ranges_ref, key_tile - j)
+    bound_rows, query_tiles, _, rows = row_bounds_hbm_ref.shape
+    tiles, sub_blocks = bound_rows * query_tiles, rows // config.blocks.exact_rows
+    numbers = TileNumbers.read(numbers_ref, key_tiles, tiles, sub_blocks)
+    ranges = TileRanges(*(number[key_tile] for number in numbers.ranges))
+    near = Neighbours.of(numbers.ranges, key_tile - j)
     before, here, after = near
     copies = DoubleBuffer(
         sources=(
@@ -223,7 +220,7 @@ def _kernel(
         counts=scratch.counts,
     )
     keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
-    block_q = q_hbm_ref.shape[3] // row_bounds_hbm_ref.shape[1]
+    block_q = q_hbm_ref.shape[3] // query_tiles
     goes_on = dq.chains(before, here)
     visited = jnp.where(goes_on, scratch.counts[VISITED], 0)  # in this chain before
 
@@ -259,19 +256,17 @@ def _kernel(
             row_bounds=row_bounds_ref,
             dq=dq.wait(i, n),
         )
-        query_tile = batch * row_bounds_hbm_ref.shape[1] + i
-        sub_blocks = row_bounds_hbm_ref.shape[3] // config.blocks.exact_rows
+        query_tile = batch * query_tiles + i
         bounds = SubBlockBounds(
-            min_k_start=min_k_start_ref,
-            max_k_end=max_k_end_ref,
+            min_k_start=numbers.min_k_start,
+            max_k_end=numbers.max_k_end,
             offset=query_tile * sub_blocks,
         )
         first_key = j * k_ref.shape[0]
-        granule = diagonal.granule(config.blocks) if first_ends_ref else None
+        granule = diagonal.granule(config.blocks) if numbers.first_ends else None
         tile = BackwardTile(keys, queries, first_key, bounds, block_q, granule, config)
-        first_end = first_ends_ref[0][query_tile] if first_ends_ref else jnp.int32(-1)
         is_full = (ranges.full_begin <= i) & (i < ranges.full_end)
-        tile.add_gradients(is_full, first_end - first_key)
+        tile.add_gradients(is_full, numbers.first_end(query_tile) - first_key)
         dq.store(i, n)
 
     visits = visited + here.end - here.begin

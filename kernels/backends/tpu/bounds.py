@@ -1,6 +1,7 @@
 """Visible keys [k_start, k_end) of the TPU kernels: live granules and masks."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +9,66 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ...masks import in_interval
+from ..tile_ranges import TileRanges
 from .orientation import Orientation, strips
 from .vector import whole
 
 
-class SubBlockBounds(NamedTuple):
-    """Keys that each sub-block of a query tile attends to, in SMEM.
+@dataclass(frozen=True)
+class Part:
+    """Numbers in SMEM behind `begin` others."""
 
-    min_k_start, max_k_end: int32 of all sub-blocks of a problem, in one dimension: SMEM
-      pads the last one to 128 numbers.
+    ref: jax.Ref
+    begin: int
+
+    def __getitem__(self, number: jax.Array) -> jax.Array:
+        return self.ref[self.begin + number]
+
+
+class TileNumbers(NamedTuple):
+    """Numbers that drive a kernel's loops over tiles: int32 arrays, or their parts.
+
+    The kernels read them from one array in SMEM, which holds one after the other.
+
+    ranges: of a line's tiles, 4 x [M * lines].
+    first_ends: None, or of `diagonal.first_ends`, [M * query tiles].
+    min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks].
+    """
+
+    ranges: TileRanges
+    first_ends: Any
+    min_k_start: Any
+    max_k_end: Any
+
+    @classmethod
+    def read(
+        cls, ref: jax.Ref, lines: int, tiles: int, sub_blocks: int
+    ) -> "TileNumbers":
+        """Returns the parts. lines, tiles: of all M. sub_blocks: of a tile."""
+        ends = 4 * lines, ref.shape[0] - 2 * tiles * sub_blocks
+        live_begin, full_begin, full_end, live_end = (
+            Part(ref, n * lines) for n in range(4)
+        )
+        return cls(
+            TileRanges(live_begin, full_begin, full_end, live_end),
+            Part(ref, ends[0]) if ends[0] < ends[1] else None,
+            Part(ref, ends[1]),
+            Part(ref, ends[1] + tiles * sub_blocks),
+        )
+
+    def first_end(self, tile: jax.Array) -> jax.Array:
+        """Returns that of a query tile, -1 without a diagonal."""
+        return jnp.int32(-1) if self.first_ends is None else self.first_ends[tile]
+
+
+class SubBlockBounds(NamedTuple):
+    """Keys that each sub-block of a query tile attends to.
+
     offset: the number of the query tile's first sub-block.
     """
 
-    min_k_start: jax.Ref
-    max_k_end: jax.Ref
+    min_k_start: Part
+    max_k_end: Part
     offset: jax.Array
 
     def live_granules(

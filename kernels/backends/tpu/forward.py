@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..tile_ranges import TileRanges
 from . import diagonal
 from .block_sizes import TpuBlocks
-from .bounds import RowBounds, SubBlockBounds
+from .bounds import RowBounds, SubBlockBounds, TileNumbers
 from .cut import Cut
 from .dma import DoubleBuffer, Tiles
 from .neighbours import Neighbours
@@ -43,18 +43,13 @@ from .vector import buffer_bytes, flat_index
 class Operands(NamedTuple):
     """Arrays that the forward kernel reads.
 
-    key_tile_ranges: 4 x [M * query tiles], SMEM.
-    first_ends: none, or of `diagonal.first_ends`, [M * query tiles], SMEM.
-    min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks], SMEM.
+    numbers: `TileNumbers` of the key tiles of query tiles, SMEM.
     row_bounds: k_start and k_end, `Orientation.packed`, [M, query tiles, 2, ...].
     q: [M, X, G, query tiles * block_q, D].
     k, v: [M, X, key tiles, block_k, D], left in HBM.
     """
 
-    key_tile_ranges: TileRanges
-    first_ends: tuple[jax.Array, ...]
-    min_k_start: jax.Array
-    max_k_end: jax.Array
+    numbers: jax.Array
     row_bounds: jax.Array
     q: jax.Array
     k: jax.Array
@@ -97,13 +92,13 @@ class Scratch(NamedTuple):
         )
 
 
-def held_bytes(cut: Cut, row: jax.ShapeDtypeStruct, has_carry: bool) -> int:
-    """Returns the VMEM that a program takes. row: of q, [D]."""
+def held_bytes(cut: Cut, row: jax.ShapeDtypeStruct) -> int:
+    """Returns the VMEM that a program takes, with a carry. row: of q, [D]."""
     blocks, (depth,) = cut.blocks, row.shape
     rows = blocks.stacked_rows
     q = pltpu.VMEM((rows, depth), row.dtype)
     out = pltpu.VMEM((rows, depth), jnp.float32)
-    pipelined = {"q": q, "out": out, "carry": out if has_carry else ()}
+    pipelined = {"q": q, "out": out, "carry": out}
     scratch = Scratch.shapes(cut.heads, blocks, depth, row.dtype, cut.orientation)
     in_flight = blocks.ahead + blocks.behind + 2  # sub-tiles of S and P
     scores = in_flight * blocks.rows * blocks.columns * 4
@@ -119,7 +114,7 @@ def forward_call(
       then each starts the first copies of the next one.
 
     Returns:
-      out and lse, shaped like a `Carry`; lse in base 2, -inf for empty rows.
+      out and lse, shaped like a `Carry`: of empty rows 0 and NOTHING.
     """
     batch, heads, group, tokens, depth = operands.q.shape
     query_tiles, orientation = operands.row_bounds.shape[1], config.orientation
@@ -149,10 +144,10 @@ def forward_call(
     first = flat_index(operands, "carry")
     aliases = {first: 0, first + 1: 1} if operands.carry else {}
     call = pl.pallas_call(
-        functools.partial(_kernel, config, is_in_order),
+        functools.partial(_kernel, config, is_in_order, batch * query_tiles),
         name="flash_forward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=1,
             grid=(batch, heads, query_tiles),
             in_specs=[bounds_block, q_block, hbm, hbm, carry_blocks],
             out_specs=(out_block, lse_block),
@@ -177,10 +172,8 @@ def forward_call(
 def _kernel(
     config: TileConfig,
     is_in_order: bool,
-    ranges_ref: TileRanges,  # SMEM, as in `Operands`, and so the next three
-    first_ends_ref: tuple[jax.Ref, ...],
-    min_k_start_ref: jax.Ref,
-    max_k_end_ref: jax.Ref,
+    tiles: int,  # query tiles of all M
+    numbers_ref: jax.Ref,  # SMEM, as in `Operands`
     bounds_ref: jax.Ref,  # [2, ...], packed
     q_ref: jax.Ref,  # [G, block_q, D]
     k_hbm_ref: jax.Ref,  # [M, X, key tiles, block_k, D]
@@ -194,8 +187,9 @@ def _kernel(
     batch, head, i = (pl.program_id(axis) for axis in range(3))
     query_tile = batch * pl.num_programs(2) + i
 
-    ranges = jax.tree.map(lambda bound_ref: bound_ref[query_tile], ranges_ref)
-    before, here, after = Neighbours.of(ranges_ref, query_tile - i)
+    sub_blocks = config.blocks.stacked_rows // config.blocks.exact_rows
+    numbers = TileNumbers.read(numbers_ref, tiles, tiles, sub_blocks)
+    before, here, after = Neighbours.of(numbers.ranges, query_tile - i)
     is_prefetched = before.is_live & here.is_live & is_in_order
     goes_on = here.is_live & after.is_live & is_in_order
     # Of the chain before this program.
@@ -211,12 +205,11 @@ def _kernel(
         kv.start(here.end - 1, jnp.int32(0))
 
     stacked_q_ref = stack_heads(q_ref, scratch.q)  # [R, D]
-    sub_blocks = stacked_q_ref.shape[0] // config.blocks.exact_rows
     work = QueryTile(
         config=config,
-        ranges=ranges,
-        first_end=first_ends_ref[0][query_tile] if first_ends_ref else jnp.int32(-1),
-        granule=diagonal.granule(config.blocks) if first_ends_ref else None,
+        ranges=TileRanges(*(number[query_tile] for number in numbers.ranges)),
+        first_end=numbers.first_end(query_tile),
+        granule=diagonal.granule(config.blocks) if numbers.first_ends else None,
         block_q=q_ref.shape[1],
         q=stacked_q_ref,
         carry=carry_ref,
@@ -225,8 +218,8 @@ def _kernel(
         packed_bounds=bounds_ref,
         bounds=scratch.bounds,
         sub_blocks=SubBlockBounds(
-            min_k_start=min_k_start_ref,
-            max_k_end=max_k_end_ref,
+            min_k_start=numbers.min_k_start,
+            max_k_end=numbers.max_k_end,
             offset=query_tile * sub_blocks,
         ),
     )

@@ -2,26 +2,22 @@
 
 Splits the operands into tiles (`tile_layout`), computes in XLA which tiles are live,
 from the intervals of keys that queries attend to, and runs the kernels of `forward`
-and `backward`. Letters of shapes: see `kernels.backends.tpu`.
+and `backward`. A ring prepares the queries, and the tiles of all its steps, once: see
+`backends.steps`. Letters of shapes: see `kernels.backends.tpu`.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E
 from ..block_sizes import BlockSizes
-from ..tile_layout import Tiling
-from ..tile_ranges import key_ranges, query_ranges
+from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
-from . import diagonal
 from . import forward as forward_kernel
 from .block_sizes import (
     TPU_BACKWARD,
@@ -30,10 +26,11 @@ from .block_sizes import (
     TPU_FORWARD_CAPPED,
     TpuBlocks,
 )
-from .cut import Cut, choose_cut, row_lanes, vmem_limit
+from .cut import Cut, choose_cut, vmem_limit
+from .query_tile import Carry
+from .setup import Seen, Setup, row_of
 from .softmax import NOTHING
-from .tile_config import SoftCap, TileConfig
-from .vector import buffer_bytes
+from .tile_config import SoftCap
 
 
 @dataclass(frozen=True)
@@ -72,44 +69,11 @@ def forward(
       NotImplementedError: there is no TPU to compile for, or it has too little memory
         for any tiles, or for the bounds of all of them; or a soft cap out of range.
     """
-    chip = _checked_chip(launch.chip, q.dtype)
-    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
-    offset = cap.offset / LOG2_E if cap else 0.0
-    wanted = launch.blocks, block_sizes
-    cut = cut_forward(chip, q, k, carry is not None, *wanted, is_capped=bool(cap))
-    k, v = cut.repeat_heads(k), cut.repeat_heads(v)
-    tiling = cut.tiling(q, k, k_start)
-    k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
-    ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
-    min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
-    operands = forward_kernel.Operands(
-        key_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * query tiles]
-        first_ends=_first_ends(tiling, cut.blocks, chip, k_start, k_end),
-        min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
-        max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
-        row_bounds=cut.packed(_stack_bounds(tiling, k_start, k_end)),
-        q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
-        k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
-        v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
-        carry=_split_carry(cut, tiling, chip, carry, offset),
-    )
-    _check_smem(chip, (ranges, operands.first_ends, min_k_start, max_k_end))
-    # The cores of a chip share out heads, or where there is one, its query tiles.
-    is_in_order = q.shape[0] * k.shape[2] % chip.num_cores == 0
-    out, lse = forward_kernel.forward_call(
-        _tile_config(cut, scale, q.dtype, cap),
-        operands,
-        is_in_order,
-        compiler_params=_compiler_params(
-            chip, cut.blocks, "arbitrary" if is_in_order else "parallel"
-        ),
-        cost_estimate=_cost(tiling, q.shape[-1], 2, operands),
-        interpret=launch.interpret,
-    )
-    out = cut.orientation.swap(out)  # [M, X, G, query tiles * block_q, D]
-    out = tiling.join_heads(out)[..., : q.shape[-1]]  # (B, T, H, D)
-    lse = lse.reshape(*lse.shape[:3], cut.blocks.stacked_rows)  # [M, X, query tiles, R]
-    return out, tiling.join_rows(lse) / LOG2_E + offset
+    visible, scores = Visible(k_start, k_end), {"scale": scale, "soft_cap": soft_cap}
+    options = {"block_sizes": block_sizes, "launch": launch}
+    steps = forward_steps(q, k, visible, **scores, **options)
+    start = None if carry is None else steps.begin(carry)
+    return steps.finish(steps.attend(k, v, steps.prepare(*visible), start))
 
 
 def backward(
@@ -133,76 +97,215 @@ def backward(
 
     block_sizes, launch, and what is raised: as in `forward`.
     """
-    chip = _checked_chip(launch.chip, q.dtype)
-    cap = None if soft_cap is None else SoftCap.of(soft_cap, chip, q.dtype)
+    visible, scores = Visible(k_start, k_end), {"scale": scale, "soft_cap": soft_cap}
+    options = {"block_sizes": block_sizes, "launch": launch}
+    steps = backward_steps((q, do, lse, delta), k, visible, **scores, **options)
+    return steps.add(k, v, steps.prepare(*visible), dq, dkv)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """`backends.steps.ForwardSteps` of queries.
+
+    q: [M, X, G, query tiles * block_q, D].
+    """
+
+    setup: Setup
+    q: jax.Array
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+        """Finds the live tiles of query tiles."""
+        tiling = self.setup.tiling
+
+        def ranges(k_start: jax.Array, k_end: jax.Array) -> TileRanges:
+            return key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
+
+        return self.setup.prepare(ranges, k_start, k_end)
+
+    def begin(self, partial: Partial) -> Carry:
+        """Lays out a partial result as the kernel reads it."""
+        setup, cut = self.setup, self.setup.cut
+        out, lse = partial
+        lse = jnp.maximum(lse * LOG2_E - self._offset, NOTHING)
+        return Carry(
+            out=cut.orientation.swap(setup.tiling.split_heads(setup.pad_lanes(out))),
+            lse=cut.packed(setup.tiling.split_rows(lse)),
+        )
+
+    def attend(
+        self, k: jax.Array, v: jax.Array, seen: Seen, carry: Carry | None
+    ) -> Carry:
+        """Runs the kernel."""
+        setup, cut = self.setup, self.setup.cut
+        operands = forward_kernel.Operands(
+            numbers=seen.numbers,
+            row_bounds=cut.packed(setup.row_bounds(seen)),
+            q=self.q,  # [M, X, G, query tiles * block_q, D]
+            k=setup.keys(k),  # [M, X, key tiles, block_k, D]
+            v=setup.keys(v),  # [M, X, key tiles, block_k, D]
+            carry=carry or (),
+        )
+        # The cores of a chip share out heads, or where there is one, its query tiles.
+        heads = self.q.shape[0] * self.q.shape[1]
+        is_in_order = heads % setup.chip.num_cores == 0
+        tiles_of_head = "arbitrary" if is_in_order else "parallel"
+        options = setup.options(tiles_of_head, 2, operands)
+        found = forward_kernel.forward_call(
+            setup.config, operands, is_in_order, **options
+        )
+        return Carry(*found)
+
+    def finish(self, carry: Carry) -> Partial:
+        """Returns out (B, T, H, D) and lse (B, H, T)."""
+        setup, cut, tiling = self.setup, self.setup.cut, self.setup.tiling
+        out = tiling.join_heads(cut.orientation.swap(carry.out))[..., : setup.depth]
+        rows = *carry.lse.shape[:3], cut.blocks.stacked_rows
+        lse = tiling.join_rows(carry.lse.reshape(rows))  # (B, H, T)
+        natural = (lse + self._offset) / LOG2_E
+        return out, jnp.where(lse <= NOTHING, -jnp.inf, natural)  # nan must show
+
+    @property
+    def _offset(self) -> float:
+        return _offset(self.setup)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """`backends.steps.BackwardSteps` of queries.
+
+    q, do: [M, X, G, query tiles * block_q, D]. lse_delta: lse in base 2, and delta,
+      [M, X, query tiles, 2, R].
+    is_dq_resident: whether dq of a head stays in VMEM.
+    """
+
+    setup: Setup
+    q: jax.Array
+    do: jax.Array
+    lse_delta: jax.Array
+    is_dq_resident: bool
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+        """Finds the live tiles of key tiles."""
+        tiling = self.setup.tiling
+
+        def ranges(k_start: jax.Array, k_end: jax.Array) -> TileRanges:
+            blocks = tiling.block_q, tiling.block_k, tiling.keys
+            return query_ranges(k_start, k_end, *blocks)
+
+        return self.setup.prepare(ranges, k_start, k_end)
+
+    def add(
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        seen: Seen,
+        dq: jax.Array,
+        dkv: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Runs the kernel."""
+        setup, cut, tiling = self.setup, self.setup.cut, self.setup.tiling
+        operands = backward_kernel.Operands(
+            numbers=seen.numbers,
+            k=setup.keys(k),  # [M, X, key tiles, block_k, D]
+            v=setup.keys(v),  # [M, X, key tiles, block_k, D]
+            q=self.q,
+            do=self.do,
+            lse_delta=self.lse_delta,
+            row_bounds=setup.row_bounds(seen),  # [M, query tiles, 2, R]
+            dq=cut.orientation.swap(tiling.split_heads(setup.pad_lanes(dq))),
+        )
+        options = setup.options("arbitrary", 5, operands)
+        gradients = backward_kernel.backward_call(
+            setup.config, operands, self.is_dq_resident, **options
+        )
+        dq, dk, dv = (cut.orientation.swap(x) for x in gradients)
+        dk, dv = (cut.sum_heads(tiling.join_keys(x)) for x in (dk, dv))  # (B, S, K, D)
+        gradients = tiling.join_heads(dq), dk, dv  # dq (B, T, H, D)
+        dq, dk, dv = (x[..., : setup.depth] for x in gradients)
+        return dq, *added(dkv, (dk, dv))
+
+
+def forward_steps(
+    q: jax.Array,
+    k: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    block_sizes: BlockSizes | None = None,
+    launch: Launch = Launch(),
+) -> Forward:
+    """Cuts and lays out queries, (B, T, H, D): see `backends.steps.forward_steps`."""
+    chip, cap = _checked(launch.chip, q.dtype, soft_cap)
+    cut = cut_forward(chip, q, k, launch.blocks, block_sizes, is_capped=bool(cap))
+    setup = Setup.of(chip, cut, (q, k, visible.k_start), (scale, cap), launch.interpret)
+    return Forward(setup, setup.queries(q))
+
+
+def backward_steps(
+    rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    k: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    block_sizes: BlockSizes | None = None,
+    launch: Launch = Launch(),
+) -> Backward:
+    """Cuts and lays out q, do, lse and delta: see `backends.steps.backward_steps`."""
+    q, do, lse, delta = rows
+    chip, cap = _checked(launch.chip, q.dtype, soft_cap)
     wanted = launch.blocks, block_sizes
     cut, is_dq_resident = cut_backward(chip, q, k, *wanted, is_capped=bool(cap))
-    k, v = cut.repeat_heads(k), cut.repeat_heads(v)
-    tiling = cut.tiling(q, k, k_start)
-    k_start, k_end = _pad_rows(tiling, k_start), _pad_rows(tiling, k_end)
-    ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
-    min_k_start, max_k_end = _sub_block_bounds(tiling, cut.blocks, k_start, k_end)
-    lse = tiling.split_rows(_lse_in_base_2(lse, cap.offset if cap else 0.0))
-    delta = tiling.split_rows(delta)  # [M, X, query tiles, R], as lse
-    operands = backward_kernel.Operands(
-        query_tile_ranges=jax.tree.map(jnp.ravel, ranges),  # 4 x [M * key tiles]
-        min_k_start=min_k_start,  # [M * query tiles * sub-blocks]
-        max_k_end=max_k_end,  # [M * query tiles * sub-blocks]
-        first_ends=_first_ends(tiling, cut.blocks, chip, k_start, k_end),
-        k=tiling.split_keys(_operand(k, chip)),  # [M, X, key tiles, block_k, D]
-        v=tiling.split_keys(_operand(v, chip)),  # [M, X, key tiles, block_k, D]
-        q=tiling.split_heads(_operand(q, chip)),  # [M, X, G, query tiles * block_q, D]
-        do=tiling.split_heads(_operand(do, chip)),  # as q
-        lse_delta=jnp.stack((lse, delta), 3),  # [M, X, query tiles, 2, R]
-        row_bounds=_stack_bounds(tiling, k_start, k_end),  # [M, query tiles, 2, R]
-        dq=cut.orientation.swap(tiling.split_heads(_pad_lanes(dq, chip))),
+    setup = Setup.of(chip, cut, (q, k, visible.k_start), (scale, cap), launch.interpret)
+    # Less the offset, P comes out times 2**offset. Of rows without keys it is 0.
+    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - _offset(setup))
+    lse, delta = map(setup.tiling.split_rows, (lse, delta))  # [M, X, query tiles, R]
+    return Backward(
+        setup=setup,
+        q=setup.queries(q),
+        do=setup.queries(do),
+        lse_delta=jnp.stack((lse, delta), 3),
+        is_dq_resident=is_dq_resident,
     )
-    _check_smem(chip, (ranges, operands.first_ends, min_k_start, max_k_end))
-    gradients = backward_kernel.backward_call(
-        _tile_config(cut, scale, q.dtype, cap),
-        operands,
-        is_dq_resident,
-        compiler_params=_compiler_params(chip, cut.blocks, "arbitrary"),
-        cost_estimate=_cost(tiling, q.shape[-1], 5, operands),
-        interpret=launch.interpret,
-    )
-    dq, dk, dv = (cut.orientation.swap(x) for x in gradients)
-    dk, dv = (cut.sum_heads(tiling.join_keys(x)) for x in (dk, dv))  # (B, S, K, D)
-    gradients = tiling.join_heads(dq), dk, dv  # dq (B, T, H, D)
-    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    return dq, *added(dkv, (dk, dv))
 
 
-def _checked_chip(chip: pltpu.TpuInfo | None, dtype: jnp.dtype) -> pltpu.TpuInfo:
+def _offset(setup: Setup) -> float:
+    """Returns what the kernels' scores come out less."""
+    return setup.config.soft_cap.offset if setup.config.soft_cap else 0.0
+
+
+def _checked(
+    chip: pltpu.TpuInfo | None, dtype: jnp.dtype, soft_cap: float | None
+) -> tuple[pltpu.TpuInfo, SoftCap | None]:
+    """Returns the chip that is compiled for, and the soft cap on it."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"pallas_tpu computes in bfloat16 or float32, got {dtype}: cast q, k and v"
         )
-    if chip is not None:
-        return chip
     try:
-        return pltpu.get_tpu_info()
+        chip = chip or pltpu.get_tpu_info()
     except ValueError as error:
         raise NotImplementedError(
             "pallas_tpu needs a TPU, or a mesh that describes one: name another "
             "implementation, or none"
         ) from error
+    return chip, None if soft_cap is None else SoftCap.of(soft_cap, chip, dtype)
 
 
 def cut_forward(
     chip: pltpu.TpuInfo,
     q: jax.Array,
     k: jax.Array,
-    has_carry: bool,
     blocks: TpuBlocks | None = None,
     sizes: BlockSizes | None = None,
     is_capped: bool = False,
 ) -> Cut:
     """Chooses the forward kernel's blocks; blocks, sizes, errors: as `choose_cut`."""
-    row = _row(q, chip)
+    row = row_of(q, chip)
 
     def held_bytes(cut: Cut) -> int:
-        return forward_kernel.held_bytes(cut, row, has_carry)
+        return forward_kernel.held_bytes(cut, row)
 
     table = TPU_FORWARD_CAPPED if is_capped else TPU_FORWARD
     return choose_cut(table, chip, q, k, held_bytes, blocks, sizes)
@@ -217,7 +320,7 @@ def cut_backward(
     is_capped: bool = False,
 ) -> tuple[Cut, bool]:
     """Chooses the backward kernel's blocks, and whether dq of a head stays in VMEM."""
-    row, limit = _row(q, chip), vmem_limit(chip)
+    row, limit = row_of(q, chip), vmem_limit(chip)
 
     def memory(cut: Cut) -> backward_kernel.Memory:
         query_tiles = -(-q.shape[1] // cut.sizes.block_q)
@@ -229,152 +332,3 @@ def cut_backward(
     table = TPU_BACKWARD_CAPPED if is_capped else TPU_BACKWARD
     cut = choose_cut(table, chip, q, k, held_bytes, blocks, sizes)
     return cut, memory(cut).is_dq_resident
-
-
-def _row(x: jax.Array, chip: pltpu.TpuInfo) -> jax.ShapeDtypeStruct:
-    """Returns a row of an operand, [D]: padded to whole lanes, of a matmul's type."""
-    is_supported = chip.is_matmul_supported(x.dtype, x.dtype)
-    depth = -(-x.shape[-1] // row_lanes(chip)) * row_lanes(chip)
-    return jax.ShapeDtypeStruct((depth,), x.dtype if is_supported else jnp.float32)
-
-
-def _operand(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
-    return _pad_lanes(x.astype(_row(x, chip).dtype), chip)
-
-
-def _pad_lanes(x: jax.Array, chip: pltpu.TpuInfo) -> jax.Array:
-    more = _row(x, chip).shape[0] - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
-
-
-def _lse_in_base_2(lse: jax.Array, less: float) -> jax.Array:
-    """Returns log2 of the sums less a number, so that P comes out times 2**less.
-
-    Rows without keys get a number so large that P is 0.
-    """
-    lse = lse * LOG2_E - less
-    return jnp.where(lse == -jnp.inf, -NOTHING, lse)
-
-
-def _pad_rows(tiling: Tiling, bound: jax.Array) -> jax.Array:
-    """Repeats the last row's bound after the end: (M, T) -> [M, whole query tiles].
-
-    Bounds are kept within the keys: the compiled kernels do not check what they copy.
-    """
-    more = tiling.query_tiles * tiling.block_q - bound.shape[1]
-    bound = jnp.clip(bound, 0, tiling.keys)
-    return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
-
-
-def _sub_block_bounds(
-    tiling: Tiling, blocks: TpuBlocks, k_start: jax.Array, k_end: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns min k_start and max k_end, [M * query tiles * R / exact_rows] each."""
-    shape = tiling.bound_rows, tiling.query_tiles, -1, blocks.exact_rows
-    min_k_start = tiling.split_bounds(k_start).reshape(shape).min(axis=-1)
-    max_k_end = tiling.split_bounds(k_end).reshape(shape).max(axis=-1)
-    return min_k_start.ravel(), max_k_end.ravel()
-
-
-def _first_ends(
-    tiling: Tiling,
-    blocks: TpuBlocks,
-    chip: pltpu.TpuInfo,
-    k_start: jax.Array,
-    k_end: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """Returns `diagonal.first_ends` of all query tiles, [M * query tiles].
-
-    None where SMEM may not hold them beside the other bounds of tiles.
-    """
-    tiles = tiling.bound_rows * max(tiling.query_tiles, tiling.key_tiles)
-    numbers = 5 + 2 * blocks.stacked_rows // blocks.exact_rows
-    if 4 * numbers * tiles > _smem_bytes(chip):
-        return ()
-    ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
-    shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
-    bounds = k_start.reshape(shape), k_end.reshape(shape)
-    rows, granule = np.arange(tiling.block_q), diagonal.granule(blocks)
-    ends = diagonal.first_ends(
-        granule, tiling.block_k, ranges, bounds, rows.astype(np.int32)
-    )
-    return (ends.ravel(),)
-
-
-def _stack_bounds(tiling: Tiling, k_start: jax.Array, k_end: jax.Array) -> jax.Array:
-    """Returns k_start and k_end of all rows: [M, query tiles, 2, R]."""
-    return jnp.stack([tiling.split_bounds(k_start), tiling.split_bounds(k_end)], 2)
-
-
-def _split_carry(
-    cut: Cut, tiling: Tiling, chip: pltpu.TpuInfo, carry: Partial | None, offset: float
-) -> forward_kernel.Carry | tuple[()]:
-    if carry is None:
-        return ()
-    out, lse = carry
-    lse = jnp.maximum((lse - offset) * LOG2_E, NOTHING)
-    lse = tiling.split_rows(lse)  # [M, X, tiles, R]
-    return forward_kernel.Carry(
-        out=cut.orientation.swap(tiling.split_heads(_pad_lanes(out, chip))),
-        lse=cut.packed(lse),
-    )
-
-
-def _tile_config(
-    cut: Cut, scale: float, dtype: jnp.dtype, cap: SoftCap | None
-) -> TileConfig:
-    precision = _precision(dtype)
-    return TileConfig(cut.blocks, scale * LOG2_E, precision, cap, cut.orientation)
-
-
-def _precision(dtype: jnp.dtype) -> lax.Precision:
-    """Returns that of true float32 matmuls; those of bfloat16 are exact in any case."""
-    is_wide = dtype == jnp.float32
-    return lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
-
-
-def _check_smem(chip: pltpu.TpuInfo, bounds: Any) -> None:
-    """Refuses bounds of more tiles than SMEM holds.
-
-    Raises:
-      NotImplementedError: the compiler would not find room.
-    """
-    needed, limit = buffer_bytes(bounds), _smem_bytes(chip)
-    if needed > limit:
-        raise NotImplementedError(
-            f"the bounds of all tiles take {needed / 2**10:.1f} KiB, more than the "
-            f"{limit / 2**10:.1f} KiB of scalar memory that a kernel has on TPU "
-            f"{chip.chip_version}: shard the sequence, or a batch of rows with bounds "
-            "of their own, over more devices"
-        )
-
-
-def _smem_bytes(chip: pltpu.TpuInfo) -> int:
-    """Returns the bytes of SMEM for bounds: counts and the compiler take 2 KiB."""
-    return chip.smem_capacity_bytes - 2**11
-
-
-def _compiler_params(
-    chip: pltpu.TpuInfo, blocks: TpuBlocks, tiles: str
-) -> pltpu.CompilerParams:
-    """Returns the parameters of a kernel with a grid of (batch, head, tile).
-
-    tiles: "parallel", or "arbitrary" if those of a head must run in order on one core.
-    """
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", tiles),
-        vmem_limit_bytes=vmem_limit(chip),
-        disable_bounds_checks=True,
-        flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": blocks.has_lp_scheduler},
-    )
-
-
-def _cost(tiling: Tiling, depth: int, matmuls: int, operands: tuple) -> pl.CostEstimate:
-    """Counts all queries with all keys, the most of any mask; operands read once."""
-    heads = tiling.kv_heads * tiling.group
-    scores = tiling.batch * heads * tiling.length * tiling.keys
-    return pl.CostEstimate(
-        flops=2 * matmuls * scores * depth,
-        transcendentals=scores,
-        bytes_accessed=buffer_bytes(operands),
-    )

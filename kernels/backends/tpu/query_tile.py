@@ -111,7 +111,7 @@ class QueryTile(NamedTuple):
                 reciprocal(l), state.acc.shape[orientation.keys_axis]
             )
             orientation.at(normalised_ref, rows)[...] = state.acc[...] * inverse
-            lse = jnp.where(has_keys, state.m[...] + jnp.log2(l), -jnp.inf)
+            lse = jnp.where(has_keys, state.m[...] + jnp.log2(l), NOTHING)
             lse_ref[orientation.strip(strip)] = orientation.pack(lse)  # [1, 128]
         if is_stacked:
             for head, rows in enumerate(self._rows_of_heads(out_ref)):

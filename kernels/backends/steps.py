@@ -1,0 +1,105 @@
+"""Attention steps of a ring's queries: prepared once, run for every chunk of keys.
+
+A backend may have functions `forward_steps` and `backward_steps`, whose results have
+the methods of `PlainForward` and `PlainBackward`: then what depends on queries and
+bounds alone is computed once a ring, before its loop.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..masks import Visible
+from ..merge import Partial
+from ..precision import accumulator_type
+
+Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
+
+
+@dataclass(frozen=True)
+class PlainForward:
+    """Forward steps that are calls of a backend's `forward`."""
+
+    backend: Any
+    q: jax.Array
+    scores: dict[str, float | None]
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
+        """Returns what the kernel wants to know of the bounds (B or 1, T) of a step."""
+        return k_start, k_end
+
+    def begin(self, partial: Partial) -> Any:
+        """Returns a partial result in the backend's own form."""
+        return partial
+
+    def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Any:
+        """Attends to keys, and goes on from a carry in that form, if any.
+
+        seen: as `prepare` returns it.
+        """
+        operands = self.q, k, v, *seen
+        return self.backend.forward(*operands, carry=carry, **self.scores)
+
+    def finish(self, carry: Any) -> Partial:
+        """Returns a partial result as `reference.forward` does."""
+        return carry
+
+
+@dataclass(frozen=True)
+class PlainBackward:
+    """Backward steps that are calls of a backend's `backward`."""
+
+    backend: Any
+    rows: Rows
+    scores: dict[str, float | None]
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
+        """Returns what the kernel wants to know of the bounds (B or 1, T) of a step."""
+        return k_start, k_end
+
+    def add(
+        self, k: jax.Array, v: jax.Array, seen: Any, dq: jax.Array, dkv: Any
+    ) -> Any:
+        """Returns dq, dk and dv as `reference.backward` does."""
+        q, *others = self.rows
+        operands = q, k, v, *others, *seen
+        return self.backend.backward(*operands, dq=dq, dkv=dkv, **self.scores)
+
+
+def forward_steps(
+    backend: Any,
+    q: jax.Array,
+    k: jax.Array,
+    visible: Visible,
+    scores: dict[str, float | None],
+) -> Any:
+    """Prepares the forward steps of queries (B, T, H, D), as a `PlainForward` does.
+
+    k, visible: of any step; their shapes count. scores: scale and soft_cap.
+    """
+    make = getattr(backend, "forward_steps", None)
+    return make(q, k, visible, **scores) if make else PlainForward(backend, q, scores)
+
+
+def backward_steps(
+    backend: Any,
+    rows: Rows,
+    k: jax.Array,
+    visible: Visible,
+    scores: dict[str, float | None],
+) -> Any:
+    """Prepares the backward steps of rows q, do, lse, delta: see `forward_steps`."""
+    make = getattr(backend, "backward_steps", None)
+    if make:
+        return make(rows, k, visible, **scores)
+    return PlainBackward(backend, rows, scores)
+
+
+def nothing(q: jax.Array) -> Partial:
+    """Returns the partial result of queries (B, T, H, D) without keys: 0 and -inf."""
+    out = jnp.zeros(q.shape, accumulator_type(q.dtype))
+    lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, out.dtype)
+    return out, lse

@@ -1,0 +1,181 @@
+"""What all launches of a kernel on the same queries share: chip, tiles, and numbers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...precision import LOG2_E
+from ..tile_layout import Tiling
+from ..tile_ranges import TileRanges, key_ranges
+from . import diagonal
+from .bounds import TileNumbers
+from .cut import Cut, row_lanes, vmem_limit
+from .tile_config import SoftCap, TileConfig
+from .vector import buffer_bytes
+
+Ranges = Callable[[jax.Array, jax.Array], TileRanges]
+"""Finds the live tiles of lines of tiles from bounds [M, whole query tiles]."""
+
+
+class Seen(NamedTuple):
+    """What kernels want to know of the bounds of a step.
+
+    numbers: `TileNumbers`, packed. bounds: k_start and k_end of a head's rows, [M,
+      query tiles, 2, block_q].
+    """
+
+    numbers: jax.Array
+    bounds: jax.Array
+
+
+class Setup(NamedTuple):
+    """A problem on a chip, cut into tiles.
+
+    row: a row of an operand, [D]: padded to whole lanes, of a matmul's type.
+    depth: numbers of a head, without the padding.
+    interpret: whether (or how) Pallas interprets the kernel.
+    """
+
+    chip: pltpu.TpuInfo
+    cut: Cut
+    tiling: Tiling
+    config: TileConfig
+    row: jax.ShapeDtypeStruct
+    depth: int
+    interpret: bool | pltpu.InterpretParams
+
+    @classmethod
+    def of(
+        cls,
+        chip: pltpu.TpuInfo,
+        cut: Cut,
+        operands: tuple[jax.Array, jax.Array, jax.Array],
+        scores: tuple[float, SoftCap | None],
+        interpret: bool | pltpu.InterpretParams,
+    ) -> "Setup":
+        """Builds the setup. operands: q, k and bounds. scores: scale and soft cap."""
+        q, k, k_start = operands
+        scale, cap = scores
+        wide = q.dtype == jnp.float32  # matmuls of bfloat16 are exact in any case
+        precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
+        config = TileConfig(cut.blocks, scale * LOG2_E, precision, cap, cut.orientation)
+        tiling = cut.tiling(q, jax.eval_shape(cut.repeat_heads, k), k_start)
+        row, depth = row_of(q, chip), q.shape[-1]
+        return cls(chip, cut, tiling, config, row, depth, interpret)
+
+    def pad_lanes(self, x: jax.Array) -> jax.Array:
+        more = self.row.shape[0] - x.shape[-1]
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        """Lays out (B, T, H, D) as [M, X, G, query tiles * block_q, D]."""
+        return self.tiling.split_heads(self.pad_lanes(x.astype(self.row.dtype)))
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """Lays out (B, S, K, D) as [M, X, key tiles, block_k, D]."""
+        x = self.cut.repeat_heads(x.astype(self.row.dtype))
+        return self.tiling.split_keys(self.pad_lanes(x))
+
+    def prepare(self, ranges: Ranges, k_start: jax.Array, k_end: jax.Array) -> Seen:
+        """Finds what kernels want to know of bounds (M, T).
+
+        Raises:
+          NotImplementedError: the compiler would not find room.
+        """
+        k_start, k_end = self._pad_rows(k_start), self._pad_rows(k_end)
+        tiling, split = self.tiling, self.tiling.split_bounds
+        rows = tiling.bound_rows, tiling.query_tiles, -1, self.cut.blocks.exact_rows
+        numbers = TileNumbers(
+            ranges=ranges(k_start, k_end),
+            first_ends=self._first_ends(k_start, k_end),
+            min_k_start=split(k_start).reshape(rows).min(axis=-1),
+            max_k_end=split(k_end).reshape(rows).max(axis=-1),
+        )
+        packed = jnp.concatenate([x.ravel() for x in jax.tree.leaves(numbers)])
+        needed, limit = buffer_bytes(packed), self._smem_bytes
+        if needed > limit:
+            raise NotImplementedError(
+                f"the bounds of all tiles take {needed / 2**10:.1f} KiB, more than the "
+                f"{limit / 2**10:.1f} KiB of scalar memory that a kernel has on TPU "
+                f"{self.chip.chip_version}: shard the sequence, or a batch of rows "
+                "with bounds of their own, over more devices"
+            )
+        bounds = jnp.stack([k_start, k_end], 1)
+        tiles = *bounds.shape[:2], tiling.query_tiles, tiling.block_q
+        return Seen(packed, bounds.reshape(tiles).swapaxes(1, 2))
+
+    def row_bounds(self, seen: Seen) -> jax.Array:
+        """Returns k_start and k_end of all stacked rows: [M, query tiles, 2, R]."""
+        return jnp.concatenate([seen.bounds] * self.tiling.group, axis=-1)
+
+    def _pad_rows(self, bound: jax.Array) -> jax.Array:
+        """Repeats the last row's bound after the end: (M, T) -> [M, query tiles' rows].
+
+        Bounds are kept within the keys: the compiled kernels do not check their copies.
+        """
+        tiling = self.tiling
+        more = tiling.query_tiles * tiling.block_q - bound.shape[1]
+        bound = jnp.clip(bound, 0, tiling.keys)
+        return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
+
+    def _first_ends(self, k_start: jax.Array, k_end: jax.Array) -> Any:
+        """Returns `diagonal.first_ends` of all query tiles, [M, query tiles].
+
+        None where SMEM may not hold them beside the other numbers.
+        """
+        tiling, blocks = self.tiling, self.cut.blocks
+        tiles = tiling.bound_rows * max(tiling.query_tiles, tiling.key_tiles)
+        numbers = 5 + 2 * blocks.stacked_rows // blocks.exact_rows
+        if 4 * numbers * tiles > self._smem_bytes:
+            return None
+        ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
+        shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
+        bounds = k_start.reshape(shape), k_end.reshape(shape)
+        rows = np.arange(tiling.block_q, dtype=np.int32)
+        granule = diagonal.granule(blocks)
+        return diagonal.first_ends(granule, tiling.block_k, ranges, bounds, rows)
+
+    @property
+    def _smem_bytes(self) -> int:
+        """Bytes of SMEM for numbers of tiles: counts and the compiler take 2 KiB."""
+        return self.chip.smem_capacity_bytes - 2**11
+
+    def options(self, tiles: str, matmuls: int, operands: NamedTuple) -> dict[str, Any]:
+        """Returns the options of a `pl.pallas_call` with a grid of (batch, head, tile).
+
+        tiles: "parallel", or "arbitrary" if those of a head must run in order on one
+          core. matmuls: of a tile. operands: each is read once.
+        """
+        tiling = self.tiling
+        # All queries with all keys, the most of any mask.
+        scores = tiling.batch * tiling.kv_heads * tiling.group
+        scores *= tiling.length * tiling.keys
+        return {
+            "compiler_params": pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", tiles),
+                vmem_limit_bytes=vmem_limit(self.chip),
+                disable_bounds_checks=True,
+                flags={
+                    "XLA_TPU_FORCE_LP_LLO_SCHEDULER": self.cut.blocks.has_lp_scheduler
+                },
+            ),
+            "cost_estimate": pl.CostEstimate(
+                flops=2 * matmuls * scores * self.depth,
+                transcendentals=scores,
+                bytes_accessed=buffer_bytes(operands),
+            ),
+            "interpret": self.interpret,
+        }
+
+
+def row_of(x: jax.Array, chip: pltpu.TpuInfo) -> jax.ShapeDtypeStruct:
+    """Returns a row of an operand, [D]: padded to whole lanes, of a matmul's type."""
+    is_supported = chip.is_matmul_supported(x.dtype, x.dtype)
+    depth = -(-x.shape[-1] // row_lanes(chip)) * row_lanes(chip)
+    return jax.ShapeDtypeStruct((depth,), x.dtype if is_supported else jnp.float32)
