@@ -28,7 +28,7 @@ class PlainForward:
     scores: dict[str, float | None]
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
-        """Returns what the kernel wants to know of the bounds (B or 1, T) of a step."""
+        """Returns what the kernel reads of the bounds (B or 1, T) of a step."""
         return k_start, k_end
 
     def begin(self, partial: Partial) -> Any:
@@ -57,7 +57,7 @@ class PlainBackward:
     scores: dict[str, float | None]
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
-        """Returns what the kernel wants to know of the bounds (B or 1, T) of a step."""
+        """Returns what the kernel reads of the bounds (B or 1, T) of a step."""
         return k_start, k_end
 
     def add(

@@ -18,6 +18,7 @@ arrive before the kernels, which add to them in place, and nothing is put off.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,45 +42,18 @@ def backward(
     chunks = Chunks.of(ring, kv, visible, kv[0].shape[1])
     cut = map(chunks.head_groups, rows, (2, 2, 1, 1))
     groups: list[Rows] = list(zip(*cut, strict=True))
-    own, last = chunks.own(), chunks.schedule.last
+    own, last, scores = chunks.own(), chunks.schedule.last, ring.scores
     count, in_place = ring.count(visible, chunks.length), is_cpu()
     steps = {
-        i: backward_steps(
-            ring.backend, groups[chunks.group(i)], k, visible, ring.scores
-        )
+        i: backward_steps(ring.backend, groups[chunks.group(i)], k, visible, scores)
         for i, (k, _) in own.items()
     }
     tables = {
         i: chunks.table(i, one.prepare, is_cut=not in_place) for i, one in steps.items()
     }
+    gradients = functools.partial(_gradients, chunks, steps)
     zeros = [jnp.zeros(q.shape, lse.dtype) for q, _, lse, _ in groups]
-    # What a loop of unknown length starts with.
-    nothing = {
-        i: _zeros(pair, zeros[0].dtype)
-        for i, pair in own.items()
-        if count is not None and chunks[i].first
-    }
-
-    def gradients(
-        now: dict[int, Table], held: Pairs, dq: list, dkv: Pairs
-    ) -> tuple[list, Pairs]:
-        """Adds to dq, and to dk and dv so far, of the chunks that are attended to."""
-
-        def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
-            dq, dkv = list(sums[0]), dict(sums[1])
-            for i, one in now.items():
-                group = chunks.group(i)
-                sums_so_far = dq[group], dkv.get(i)
-                dq[group], *pair = steps[i].add(*held[i], one.seen, *sums_so_far)
-                dkv[i] = tuple(pair)
-            return dq, dkv
-
-        def unseen(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
-            dq, dkv = sums
-            zeros = {i: _zeros(own[i], dq[0].dtype) for i in now}
-            return list(dq), {**zeros, **dkv}
-
-        return as_one(kernels, unseen, now, ring, (dq, dkv))
+    nothing = {} if count is None else _first_sums(chunks, own, zeros[0].dtype)
 
     def step(
         static_step: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs
@@ -87,14 +61,12 @@ def backward(
         """Takes a step; the one after the last is that of the second half."""
         arriving = chunks.passed_on(held, static_step)
         moved = _followed(chunks, dkv, static_step - 1, count)
-        before, apart = dkv | moved, {}
-        if not in_place:
-            before, apart = {}, before
-        numbers = chunks.attended(static_step)
-        if static_step > last and not in_place:
-            numbers, n = chunks.attended(0), -1
-        now = {i: tables[i].at(n) for i in numbers}
-        dq, new = gradients(now, held, dq, before)
+        sums = dkv | moved
+        before, apart = (sums, {}) if in_place else ({}, sums)
+        is_late = static_step > last and not in_place
+        numbers = chunks.attended(0 if is_late else static_step)
+        now = {i: tables[i].at(-1 if is_late else n) for i in numbers}
+        dq, new = gradients(now, held, (dq, before))
         if arriving or moved:
             (arriving, apart, new), dq = ring.barrier((arriving, apart, new), dq)
         return arriving, dq, apart | {i: added(apart.get(i), new[i]) for i in new}
@@ -105,9 +77,9 @@ def backward(
         return dq, dkv
 
     def alone() -> tuple[list, Pairs]:
-        whole = {i: chunks.table(i, steps[i].prepare) for i in chunks.attended(0)}
-        now = {i: table.at(0) for i, table in whole.items()}
-        dq, dkv = gradients(now, own, zeros, {})
+        numbers = chunks.attended(0)
+        now = {i: chunks.table(i, steps[i].prepare).at(0) for i in numbers}
+        dq, dkv = gradients(now, own, (zeros, {}))
         return dq, dkv | nothing
 
     if last == 0:
@@ -116,11 +88,42 @@ def backward(
         dq, dkv = around()
     else:
         dq, dkv = lax.cond(count > 0, around, alone)
-    dk, dv = _joined(chunks, dkv)
-    if len(groups) == 1:
-        return dq[0], dk, dv
-    dq = ring.heads_first(join(dq, 2))
-    return dq, ring.heads_first(dk), ring.heads_first(dv)
+    found = join(dq, 2), *_joined(chunks, dkv)
+    dq, dk, dv = found if len(groups) == 1 else map(ring.heads_first, found)
+    return dq, dk, dv
+
+
+def _gradients(
+    chunks: Chunks,
+    steps: dict[int, Any],
+    now: dict[int, Table],
+    held: Pairs,
+    sums: tuple[list, Pairs],
+) -> tuple[list, Pairs]:
+    """Adds to dq of the head groups, and to dk and dv so far, of chunks to attend to.
+
+    steps: of the backend. held: keys and values that are here.
+    """
+
+    def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
+        dq, dkv = list(sums[0]), dict(sums[1])
+        for i, one in now.items():
+            g = chunks.group(i)
+            dq[g], *pair = steps[i].add(*held[i], one.seen, dq[g], dkv.get(i))
+            dkv[i] = tuple(pair)
+        return dq, dkv
+
+    def unseen(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
+        dq, dkv = sums
+        zeros = {i: _zeros(held[i], dq[0].dtype) for i in now}
+        return list(dq), {**zeros, **dkv}
+
+    return as_one(kernels, unseen, now, chunks.ring, sums)
+
+
+def _first_sums(chunks: Chunks, own: Pairs, dtype: jnp.dtype) -> Pairs:
+    """Returns the zeros that a loop of unknown length begins with."""
+    return {i: _zeros(pair, dtype) for i, pair in own.items() if chunks[i].first}
 
 
 def _zeros(kv: Pair, dtype: jnp.dtype) -> Pair:

@@ -145,7 +145,7 @@ class Ring:
 
 
 class Table(NamedTuple):
-    """What kernels want to know of a chunk in each ring step, or in one.
+    """What the kernels read of the bounds of a chunk, in each ring step or in one.
 
     seen: of a backend's steps, with a leading axis of ring steps, and so the next.
     is_seen: whether any query sees anything. first: the first step's number.
@@ -223,7 +223,7 @@ class Chunks:
         return k_start, k_end
 
     def table(self, number: int, prepare: Callable, is_cut: bool = False) -> Table:
-        """Prepares what a chunk's kernels want to know of all ring steps.
+        """Prepares what a chunk's kernels read of the bounds of all ring steps.
 
         Outside of the loop over these, which is left with transfers and kernels.
 

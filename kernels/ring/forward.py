@@ -8,6 +8,7 @@ Two chunks of heads, a and b, one each way round (Ring Attention, 2310.01889):
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -15,7 +16,7 @@ from jax import lax
 from ..backends import Steps
 from ..backends.steps import forward_steps, nothing
 from ..masks import Visible
-from .comm import Chunks, Pair, Pairs, Ring, as_one, join
+from .comm import Chunks, Pair, Pairs, Ring, Table, as_one, join
 
 
 def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -> Pair:
@@ -44,20 +45,7 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     ) -> list:
         """Attends to the chunks of a step, from the partial result of each group."""
         now = {i: tables[i].at(n) for i in chunks.attended(static_step)}
-
-        def kernels(partial: list) -> list:
-            partial = list(partial)
-            for i, one in now.items():
-                group = chunks.group(i)
-                carry = partial[group]
-                partial[group] = steps[i].attend(*held[i], one.seen, carry)
-            return partial
-
-        def unseen(partial: list) -> list:
-            begin = {chunks.group(i): steps[i].begin for i in now}
-            return [x or begin[g](nothing(queries[g])) for g, x in enumerate(partial)]
-
-        return as_one(kernels, unseen, now, ring, partial)
+        return _attended(chunks, queries, steps, now, held, partial)
 
     def step(static_step: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
         arriving = chunks.passed_on(held, static_step)
@@ -79,3 +67,27 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     finish = {chunks.group(i): one.finish for i, one in steps.items()}
     out, lse = zip(*(finish[g](x) for g, x in enumerate(partial)), strict=True)
     return join(out, 2), join(lse, 1)
+
+
+def _attended(
+    chunks: Chunks,
+    queries: list[jax.Array],
+    steps: dict[int, Any],
+    now: dict[int, Table],
+    held: Pairs,
+    partial: list,
+) -> list:
+    """Attends to chunks. steps: of the backend. held: keys and values that are here."""
+
+    def kernels(partial: list) -> list:
+        partial = list(partial)
+        for i, one in now.items():
+            g = chunks.group(i)
+            partial[g] = steps[i].attend(*held[i], one.seen, partial[g])
+        return partial
+
+    def unseen(partial: list) -> list:
+        begin = {chunks.group(i): steps[i].begin for i in now}
+        return [x or begin[g](nothing(queries[g])) for g, x in enumerate(partial)]
+
+    return as_one(kernels, unseen, now, chunks.ring, partial)

@@ -1,7 +1,7 @@
 """Flash attention on a TPU, v3 and later (drawn in docs/kernels/tpu.md).
 
 - launch: `forward` and `backward`, and their steps in a ring, which run the kernels.
-- setup: what all launches on the same queries share, and what they know of bounds.
+- setup: what launches on the same queries share, and what they read of bounds.
 - forward, query_tile, softmax: the kernel of out and lse, and its online softmax.
 - backward, backward_tile, backward_dq: the kernel of dq, dk and dv, the gradients of a
   tile, and where dq is accumulated.

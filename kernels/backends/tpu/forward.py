@@ -139,7 +139,12 @@ def forward_call(
         (None, None, 2, *packed), lambda b, x, i, *_: tile(b, i, 0)
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    carry_blocks = Carry(out=out_block, lse=lse_block) if operands.carry else ()
+    out = batch, heads, group, *orientation.ordered(tokens, depth)
+    shapes = out, (batch, heads, query_tiles, *packed)
+    dtype = operands.q.dtype
+    scratch = Scratch.shapes(group, config.blocks, depth, dtype, orientation)
+    results = out_block, lse_block
+    carry_blocks = Carry(*results) if operands.carry else ()
     # A block of the carry is read before its result is written in its place.
     first = flat_index(operands, "carry")
     aliases = {first: 0, first + 1: 1} if operands.carry else {}
@@ -150,19 +155,10 @@ def forward_call(
             num_scalar_prefetch=1,
             grid=(batch, heads, query_tiles),
             in_specs=[bounds_block, q_block, hbm, hbm, carry_blocks],
-            out_specs=(out_block, lse_block),
-            scratch_shapes=[
-                Scratch.shapes(
-                    group, config.blocks, depth, operands.q.dtype, orientation
-                )
-            ],
+            out_specs=results,
+            scratch_shapes=[scratch],
         ),
-        out_shape=(
-            jax.ShapeDtypeStruct(
-                (batch, heads, group, *orientation.ordered(tokens, depth)), jnp.float32
-            ),
-            jax.ShapeDtypeStruct((batch, heads, query_tiles, *packed), jnp.float32),
-        ),
+        out_shape=tuple(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes),
         input_output_aliases=aliases,
         **options,
     )

@@ -16,6 +16,7 @@ from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E
 from ..block_sizes import BlockSizes
+from ..steps import Rows
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import forward as forward_kernel
@@ -126,7 +127,7 @@ class Forward:
         """Lays out a partial result as the kernel reads it."""
         setup, cut = self.setup, self.setup.cut
         out, lse = partial
-        lse = jnp.maximum(lse * LOG2_E - self._offset, NOTHING)
+        lse = jnp.maximum(lse * LOG2_E - self.setup.offset, NOTHING)
         return Carry(
             out=cut.orientation.swap(setup.tiling.split_heads(setup.pad_lanes(out))),
             lse=cut.packed(setup.tiling.split_rows(lse)),
@@ -161,12 +162,8 @@ class Forward:
         out = tiling.join_heads(cut.orientation.swap(carry.out))[..., : setup.depth]
         rows = *carry.lse.shape[:3], cut.blocks.stacked_rows
         lse = tiling.join_rows(carry.lse.reshape(rows))  # (B, H, T)
-        natural = (lse + self._offset) / LOG2_E
+        natural = (lse + self.setup.offset) / LOG2_E
         return out, jnp.where(lse <= NOTHING, -jnp.inf, natural)  # nan must show
-
-    @property
-    def _offset(self) -> float:
-        return _offset(self.setup)
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,7 @@ def forward_steps(
 
 
 def backward_steps(
-    rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    rows: Rows,
     k: jax.Array,
     visible: Visible,
     *,
@@ -259,7 +256,7 @@ def backward_steps(
     cut, is_dq_resident = cut_backward(chip, q, k, *wanted, is_capped=bool(cap))
     setup = Setup.of(chip, cut, (q, k, visible.k_start), (scale, cap), launch.interpret)
     # Less the offset, P comes out times 2**offset. Of rows without keys it is 0.
-    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - _offset(setup))
+    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - setup.offset)
     lse, delta = map(setup.tiling.split_rows, (lse, delta))  # [M, X, query tiles, R]
     return Backward(
         setup=setup,
@@ -268,11 +265,6 @@ def backward_steps(
         lse_delta=jnp.stack((lse, delta), 3),
         is_dq_resident=is_dq_resident,
     )
-
-
-def _offset(setup: Setup) -> float:
-    """Returns what the kernels' scores come out less."""
-    return setup.config.soft_cap.offset if setup.config.soft_cap else 0.0
 
 
 def _checked(

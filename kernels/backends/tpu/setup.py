@@ -24,7 +24,7 @@ Ranges = Callable[[jax.Array, jax.Array], TileRanges]
 
 
 class Seen(NamedTuple):
-    """What kernels want to know of the bounds of a step.
+    """What the kernels read of the bounds of a step.
 
     numbers: `TileNumbers`, packed. bounds: k_start and k_end of a head's rows, [M,
       query tiles, 2, block_q].
@@ -69,7 +69,13 @@ class Setup(NamedTuple):
         row, depth = row_of(q, chip), q.shape[-1]
         return cls(chip, cut, tiling, config, row, depth, interpret)
 
+    @property
+    def offset(self) -> float:
+        """What the kernels' scores come out less."""
+        return self.config.soft_cap.offset if self.config.soft_cap else 0.0
+
     def pad_lanes(self, x: jax.Array) -> jax.Array:
+        """Pads heads of any numbers to D."""
         more = self.row.shape[0] - x.shape[-1]
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
 
@@ -83,7 +89,7 @@ class Setup(NamedTuple):
         return self.tiling.split_keys(self.pad_lanes(x))
 
     def prepare(self, ranges: Ranges, k_start: jax.Array, k_end: jax.Array) -> Seen:
-        """Finds what kernels want to know of bounds (M, T).
+        """Finds what the kernels read of bounds (M, T).
 
         Raises:
           NotImplementedError: the compiler would not find room.
