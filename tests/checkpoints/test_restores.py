@@ -177,7 +177,7 @@ def parameters() -> Any:
 
 
 def on_mesh(tree: Any, devices: int = 8) -> Any:
-    """Shapes of the arrays, on so many devices."""
+    """Shapes of the arrays, on a number of devices."""
     sharding = NamedSharding(Mesh(jax.devices()[:devices], ("x",)), PartitionSpec())
     return jax.tree.map(lambda x: x.update(sharding=sharding), abstract(tree))
 

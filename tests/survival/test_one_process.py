@@ -27,7 +27,7 @@ from training.preemption import Preempted
 
 
 @pytest.mark.quick
-def test_a_run_that_is_told_to_stop_saves_and_goes_on(run, undisturbed, truth):
+def test_a_run_asked_to_stop_saves_and_goes_on(run, undisturbed, truth):
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(Preempted, match=f"step 6 of {STEPS}, no checkpoint and curves"):
         run.train_and_stop("step  5", checkpoint__save_every_steps=0)
@@ -198,7 +198,7 @@ def break_after(step: int, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_spike_of_the_loss_is_skipped_told_and_counted(run, monkeypatch):
+def test_a_spike_of_the_loss_is_skipped_logged_and_counted(run, monkeypatch):
     # The losses that are remembered are those of a run that has settled.
     spike, never_seen = 3 * SPIKE_WINDOW, 255
     more = {"train__steps": spike + 5, "checkpoint__save_every_steps": 1000, **QUIET}
@@ -311,7 +311,7 @@ sys.exit(main())
 
 
 @pytest.mark.thorough
-def test_a_full_disk_is_told_in_one_line_of_errors(run):
+def test_a_full_disk_gives_one_line_of_errors(run):
     # JAX warns of programs that find no room, and of those that others are writing.
     none_kept = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     code, said, errors = run_program("-c", FULL_DISK, run.workdir, **none_kept)
@@ -319,7 +319,7 @@ def test_a_full_disk_is_told_in_one_line_of_errors(run):
     (line,) = errors.splitlines()
     assert re.match("error: step 2 was NOT saved in .*File too large", line)
     assert line.endswith(
-        "; of checkpoints there is none. The save before it failed too, so the run ends"
+        "; newest checkpoint: none. The save before it failed too, so the run ends"
     )
     assert "WARNING: step 1 was NOT saved" in said
 

@@ -153,7 +153,7 @@ sys.exit(main())
 
 
 def join(*processes: tuple[int, int], faults: Sequence[str] = ()) -> Processes:
-    """Processes that are told these counts and indices."""
+    """Processes with these counts and indices."""
     each = itertools.zip_longest(processes, faults, fillvalue="none")
     start = "-c", JOINS, str(free_port())
     return Processes([[*start, *map(str, place), fault] for place, fault in each])
@@ -162,10 +162,10 @@ def join(*processes: tuple[int, int], faults: Sequence[str] = ()) -> Processes:
 @pytest.mark.slow
 def test_processes_that_do_not_find_each_other_end_with_a_line():
     """Of three, one is missing, and one has another's index."""
-    told, found = [(3, 0), (3, 1), (3, 1)], set()
-    with join(*told) as all_of_them:
+    places, found = [(3, 0), (3, 1), (3, 1)], set()
+    with join(*places) as all_of_them:
         results = all_of_them.finish(timeout=120)
-    for (count, index), (code, said, errors) in zip(told, results, strict=True):
+    for (count, index), (code, said, errors) in zip(places, results, strict=True):
         (line,) = errors.splitlines()
         assert (code, said) == (1, "")
         assert re.match(rf"error: hosts: .*{count=} {index=}: the processes have", line)

@@ -195,7 +195,7 @@ def test_only_steps_whose_update_was_skipped_are_computed_again():
         ({10}, None, [4, 8, 10], [10]),
         ({4, 5}, 7, [5], [5]),
     ],
-    ids=["one", "two", "last", "told"],
+    ids=["one", "two", "last", "asked"],
 )
 def test_a_save_waits_for_a_step_that_makes_its_update(bad, call, saved, unrotated):
     loop = make_loop(call, train_step=make_train_step(bad))
@@ -214,7 +214,7 @@ def test_a_save_waits_for_a_step_that_makes_its_update(bad, call, saved, unrotat
         (make_train_step({6, 7, 8}), None, "at step 8, and 3 .*step 5 left.* 4$", []),
         (make_train_step({5, 6, 7, 8}), None, "step 4 left it.*starts over$", [4]),
         (make_train_step({9, 10}), None, "end with loss nan.*step 8 left.*step 8$", []),
-        # One that is told to stop saves no broken state.
+        # One that is asked to stop saves no broken state.
         (make_train_step((), 5), 7, "weight holds 1 nan.* 4 and 5.*step 4$", []),
     ],
 )

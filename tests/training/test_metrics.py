@@ -285,11 +285,11 @@ def test_a_record_that_cannot_be_read_does_not_stop_the_run(clock, tmp_path, tex
     record = tmp_path / "goodput.json"
     if text is not None:
         record.write_text(text)
-    goodput, told = Goodput(clock), []
-    goodput.resume(record, 7, told.append)
+    goodput, lines = Goodput(clock), []
+    goodput.resume(record, 7, lines.append)
     assert not any(goodput.seconds.values())
-    assert len(told) == (text is not None)
-    for line in told:
+    assert len(lines) == (text is not None)
+    for line in lines:
         assert line.startswith(f"{record} is left out of the goodput: it ")
         assert line.isprintable() and len(line) < 300
     goodput.record(7)

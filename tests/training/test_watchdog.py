@@ -69,7 +69,7 @@ def test_a_process_that_was_suspended_goes_on():
 
 
 class Armed(Watchdog):
-    """Says how long it was told to wait, and never ends the process."""
+    """Keeps the seconds that it is armed for, and never ends the process."""
 
     def __init__(self, *limits: float):
         self.now, self.waits = 0.0, []
