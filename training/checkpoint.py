@@ -255,9 +255,11 @@ class Checkpoints:
         # It would raise late errors of this save at the next, and has struck out the
         # steps that it was going to delete.
         self._manager = open_manager(directory, self._newest, cleans=False)
+        newest = self.latest_step()
+        kept = "none" if newest is None else f"step {newest}"
         self._failures.append(
             f"step {step} was NOT saved in {directory}: {type(error).__name__}: "
-            f"{error}; newest checkpoint: {self.latest_step() or 'none'}"
+            f"{error}; newest checkpoint: {kept}"
         )
         if len(self._failures) > 1:
             raise OSError(
