@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
+from tests.cases import table
 from tests.processes import ROOT, run_program
 
 # Each asks JAX for devices, as early as it does, and takes seconds.
@@ -49,20 +50,7 @@ def test_the_compiler_of_described_pods_is_silent():
 
 
 @pytest.mark.parametrize(
-    ("files", "environment", "expected"),
-    [
-        ([], {}, "cpu"),
-        (["dev/nvidia-caps", "dev/accel", "dev/vfio/vfio"], {}, "cpu"),
-        (["dev/nvidia0"], {}, "cuda,cpu"),
-        (["dev/nvidiactl"], {"CUDA_VISIBLE_DEVICES": "1"}, "cuda,cpu"),
-        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
-        (["dev/nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
-        (["dev/accel0"], {}, "tpu,cpu"),
-        (["dev/vfio/0"], {}, None),
-        (["dev/dxg"], {}, None),
-        (["dev/kfd"], {}, None),
-        ([], {"TPU_WORKER_ID": "0"}, None),
-    ],
+    ("files", "environment", "expected"), table("runs.txt", "devices")
 )
 def test_files_of_a_host_say_its_devices(files, environment, expected, tmp_path):
     for file in files:
@@ -176,35 +164,7 @@ TINY = "--config=configs/tiny.py"
 NOT_GIVEN = "no --config=configs/NAME.py was given"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], NOT_GIVEN),
-        (["--config="], NOT_GIVEN),
-        (["--config.train.steps=4"], NOT_GIVEN),
-        (["--config=configs/nothere.py"], "there is no config configs/nothere.py"),
-        (["--config=configs/pod.py:7b"], "give configs/models.py:SIZE/v4"),
-        (["--config=configs"], "there is no config configs"),
-        (["--config=README.md"], "README.md: SyntaxError: .* line"),
-        (["--config=tools/lib/files.py"], "KeyError: 'get_config'"),
-        (["--config=configs/tiny.py:4"], "configs/tiny.py:4: TypeError: .*0 position"),
-        (["--config=configs/line_retrieval.py:33"], "stage '33' is not one of 32, 160"),
-        ([TINY, "--config.nothing=1"], 'config.nothing: there is no field "nothing"'),
-        ([TINY, "--config.modle.num_layers=1"], 'Did you mean "model"'),
-        ([TINY, "--config.agent.step_tokens=1"], "agents, .* configs/agents.py, as"),
-        ([TINY, "--config.data.predict=targets"], "data.predict is of agents, and"),
-        ([TINY, "--config.task=exorl"], "task='exorl' is of agents, .* configs/agents"),
-        ([TINY, "--config.train.stps=1"], 'config.train.stps: .*you mean "steps"'),
-        ([TINY, "--config.train.steps.x=1"], 'config.train.steps.x: .*no field "x"'),
-        ([TINY, "--config.train.steps=abc"], "config.train.steps=abc: invalid"),
-        ([TINY, "--config.train.steps=1.5"], "config.train.steps=1.5: invalid"),
-        ([TINY, "--config.train=5"], "config.train=5: .*is not a dict"),
-        ([TINY, "--config.train.steps"], "Missing value .*config.train.steps"),
-        ([TINY, "--config.guard.replay=7"], "config.guard.replay=7: .*boolean"),
-        ([TINY, "--confg.seed=1"], "Unknown command line flag 'confg.seed'"),
-        ([TINY, "more"], r"unknown arguments \['more'\]"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), table("runs.txt", "arguments"))
 def test_a_bad_config_is_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(arguments)

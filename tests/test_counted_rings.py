@@ -10,6 +10,7 @@ from data.text.tokenizer import ByteTokenizer
 from tasks import corpora
 from tasks.layout_advice import layout_line
 from tasks.text import TextRun
+from tests.cases import table
 from tests.runs import small_config
 from tests.small_llama import partition_of
 from training.mesh import MeshShape
@@ -59,21 +60,7 @@ def test_rings_of_short_documents_are_counted(directory, fields, mesh, is_counte
         assert TextRun(config, partition_of(mesh)).counts_steps() == wanted
 
 
-@pytest.mark.parametrize(
-    "longest, fields, advised",
-    [
-        (300, {}, ""),
-        (20, {}, "ring"),
-        (20, {"attention": "zigzag"}, ""),
-        (20, {"remat": "tail"}, ""),  # takes stripes
-        (300, {"attention": "ring"}, "striped"),
-        (300, {"mask": "window(9)"}, "zigzag"),
-        (300, {"mask": "window(9)", "attention": "ring"}, ""),
-        (20, {"mask": "window(9)"}, "zigzag"),
-        (300, {"model__layer_pattern": "wwf", "model__window": 9}, "zigzag"),
-        (300, {"model__layer_pattern": "wf", "model__window": 9}, ""),
-    ],
-)
+@pytest.mark.parametrize("longest, fields, advised", table("runs.txt", "counted"))
 def test_a_run_says_which_layout_suits_better(directory, longest, fields, advised):
     fields = {"data__context_tokens": 320, **fields}
     config = small_config(directory / str(longest), "", **fields)

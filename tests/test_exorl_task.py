@@ -14,6 +14,7 @@ from data.agents.trajectory_file import TrajectoryFile
 from tasks import trajectories
 from tasks.exorl import AgentRun
 from tasks.generation import newest_parameters
+from tests.cases import table
 from tests.cases.attention import QUICK
 from tests.small_agent import (
     EPISODE_STEPS,
@@ -146,26 +147,7 @@ def test_the_best_episodes_are_chosen_among_those_trained_on(file):
     assert file.returns[best].min() > file.returns[others].max()
 
 
-REFUSALS = [
-    ("mask", "window(4)", r"mask='window\(4\)' is not for agents, which see"),
-    ("lora.rank", 2, "lora.rank=2 is for task text"),
-    ("optimizer.parameters", "bfloat16", "parameters='bfloat16' is for task text"),
-    ("task", "chess", "task='chess' must be one of text, exorl"),
-    ("data.trajectories", "", "names no trajectories"),
-    ("agent.method", "oracle", "method='oracle' must be one of"),
-    ("agent.observation_size", 5, "observation_size=5, but .* has 3: set the config"),
-    ("agent.action_size", 1, "action_size=1, but .* has 2: set the config"),
-    ("agent.episode_steps", 6, "episode_steps=6, but .* has an episode of 7 steps"),
-    ("data.context_tokens", 48, "=48 must hold .*chain_length=2 .*make it 64"),
-    ("stripe_granule", 2, "granule=2 cuts the 4 tokens of a step: .* multiple of 4"),
-    ("data.held_out_share", 0.05, "2 episodes cannot be made of 1 different ones"),
-    ("agent.return_scale", 0.0, "return_scale=0.0 must be"),
-    ("data.chain_order", "sorted", "chain_order='sorted' must be one of asc"),
-    ("data.latest_begin", -0.1, "latest_begin=-0.1 must be from 0 to 1"),
-    ("data.loss_on", "first", "data.loss_on='first' must be one of all, last"),
-    ("data.predict", "all", "data.predict='all' must be one of actions, targets"),
-    ("data.predict", "targets", "does not say which actions were best"),
-]
+REFUSALS = table("runs.txt", "agents")
 
 
 @pytest.mark.quick

@@ -1,5 +1,6 @@
 """Tables of cases in text files: a case a line, beside comments."""
 
+import ast
 from pathlib import Path
 
 
@@ -13,3 +14,10 @@ def pairs(name: str, kind: str = "") -> list[tuple[str, str]]:
     before = kind and f"{kind} "
     chosen = (line for line in lines(name) if line.startswith(before))
     return [tuple(line.removeprefix(before).split(" => ", 1)) for line in chosen]
+
+
+def table(name: str, kind: str) -> list[tuple]:
+    """Cases of a kind: values as in Python, and behind an arrow what is said."""
+    found = (line.split(" ", 1) for line in lines(name))
+    rows = [rest.split(" => ", 1) for before, rest in found if before == kind]
+    return [(*ast.literal_eval(f"({values},)"), *said) for values, *said in rows]

@@ -10,6 +10,7 @@ import tokenizers
 from data.text.corpus import prepare, prepare_standard_library
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from tests.cases import table
 
 
 def fill(directory, texts):
@@ -93,20 +94,7 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
     assert texts == ["a,a\n1,2\n", "good", "line"]
 
 
-@pytest.mark.parametrize(
-    "name, value, match",
-    [
-        ("pattern", "*.py", "there is no text in .*: 0 files are read"),
-        (
-            "pattern",
-            "[bc].*",
-            "no text .*: 1, files that are not UTF-8 text; .*: 1, empty",
-        ),
-        ("pattern", "/etc/*", r"pattern='/etc/\*' must"),
-        ("pattern", "**x", r"pattern='\*\*x' must"),
-        ("validation_fraction", 1, "validation_fraction=1 must"),
-    ],
-)
+@pytest.mark.parametrize("name, value, match", table("data.txt", "prepare"))
 def test_bad_options_are_refused(tmp_path, name, value, match):
     source = fill(tmp_path / "in", {"a.txt": "a", "b.bin": b"\xff", "c.txt": ""})
     with pytest.raises(ValueError, match=match):

@@ -17,7 +17,7 @@ from data.agents.episodes import (
     steps_of,
     write_episode,
 )
-from tests.cases import pairs
+from tests.cases import pairs, table
 from tests.episodes import made_up
 from tests.fuzzing import damaged, fuzz
 
@@ -111,21 +111,7 @@ HUGE = r"has shape \(1000000000, 1000000000\), expected \(101, 5\)"
 LZMA = zipfile.ZIP_LZMA
 
 
-@pytest.mark.parametrize(
-    "header, size, options, expected",
-    [
-        ({"shape": (2_500_001, 5)}, 50_000_020, {}, BOMB),
-        ({}, 50_000_000, {}, BOMB),  # after the array
-        ({"shape": (10**9, 10**9)}, 0, {}, HUGE),
-        ({}, WHOLE, {"method": LZMA}, "is packed by method 14, not as by NumPy"),
-        ({}, 8, {}, "has 136 bytes, expected 2148"),
-        ({}, WHOLE + 4, {}, "has 2152 bytes, expected 2148"),
-        ({}, WHOLE, {"times": 2}, "is there 2 times"),
-        ({"descr": "<f16"}, 4 * WHOLE, {}, f"has type float128, {FLOATS}"),
-        ({"descr": "|O"}, 0, {}, "holds Python objects, not numbers"),
-        ({"descr": "<U9999999"}, 0, {}, f"has type <U9999999, {FLOATS}"),
-    ],
-)
+@pytest.mark.parametrize("header, size, options, expected", table("data.txt", "header"))
 @pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
 def test_what_no_episode_holds_is_refused_from_the_headers(
     path, header, size, options, expected

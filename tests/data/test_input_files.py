@@ -6,6 +6,7 @@ import pytest
 
 from data.text.input_files import list_inputs
 from tests import tables
+from tests.cases import table
 
 ROWS = [{"text": f"text {number}"} for number in range(4)]
 
@@ -68,26 +69,7 @@ def test_splits_are_chosen_by_name(tmp_path):
     assert files == {"data/train_gen-00000-of-00001.parquet": None}
 
 
-@pytest.mark.parametrize(
-    "names, splits",
-    [
-        ("train.jsonl test.jsonl", ["validation", "train"]),
-        ("train/rows.jsonl dev/rows.jsonl", ["validation", "train"]),
-        ("my_train_1.csv my-valid.csv a.csv", ["train", "validation", "train"]),
-        ("train.jsonl notes.md val.jsonl", [None, "train", "validation"]),
-        # One split, or none to train on, is split by what documents say.
-        ("train-00000-of-00001.parquet", [None]),
-        ("part-00000-of-00002.parquet part-00001-of-00002.parquet", [None, None]),
-        ("test.jsonl notes.jsonl", [None, None]),
-        ("test/a.txt train/a.txt", [None, None]),
-        ("trainer.jsonl contest.jsonl", [None, None]),
-        ("a.parquet test.parquet", ["train", "validation"]),
-        (
-            "x-train-00000-of-00001.arrow x-test-00000-of-00001.arrow",
-            "validation train",
-        ),
-    ],
-)
+@pytest.mark.parametrize("names, splits", table("data.txt", "split"))
 def test_names_say_the_split_where_they_say_what_to_train_on(tmp_path, names, splits):
     fill(tmp_path, names)
     expected = splits.split() if isinstance(splits, str) else splits

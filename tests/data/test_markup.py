@@ -2,8 +2,9 @@
 
 import pytest
 
-from data.text.markup import JSON, SPECIAL, TAGS, check_markup, find_markup
+from data.text.markup import SPECIAL, TAGS, check_markup, find_markup
 from data.text.skipped import BadRow, Skipped
+from tests.cases import table
 
 NAMES = "<|im_start|> <|eot_id|> [INST] [/INST] <<SYS>> <</SYS>> <start_of_turn>"
 
@@ -13,37 +14,14 @@ def test_names_of_special_tokens_are_found_anywhere(name):
     assert find_markup(f"some words\n{name}user") == SPECIAL
 
 
-@pytest.mark.parametrize(
-    "text, kind",
-    [
-        ("<!DOCTYPE html>\n<p>", TAGS),
-        (' <?xml version="1.0"?>', TAGS),
-        ("\n<html lang='en'>", TAGS),
-        ('{"a": 1}', JSON),
-        ("[1, 2]\n", JSON),
-        ('{"a": 1}\n{"a": 2}\n', JSON),
-    ],
-)
+@pytest.mark.parametrize("text, kind", table("data.txt", "markup"))
 def test_whole_documents_of_markup_are_found(text, kind):
     assert find_markup(text) == kind
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a <| b |> c",
-        "[1] a reference",
-        "[INSTALL] and {braces}",
-        "a <b>word</b>",
-        "{ not JSON",
-        "<htmlish",
-        "7",
-        "[" * 100_000,
-    ],
-    ids=lambda text: text[:12],
-)
-def test_words_are_no_markup(text):
-    assert find_markup(text) is None
+def test_words_are_no_markup():
+    for text in (*(text for (text,) in table("data.txt", "words")), "[" * 100_000):
+        assert find_markup(text) is None, text[:12]
 
 
 def test_more_than_half_is_refused_by_kind():

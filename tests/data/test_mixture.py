@@ -13,6 +13,7 @@ from data.text.corpus import prepare
 from data.text.token_file import TokenFile
 from data.text.tokenizer import open_tokenizer
 from kernels.layouts import Striped, Zigzag, order
+from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face
 from tests.numbered_corpus import assert_same_batch, make_corpus
 
@@ -40,34 +41,12 @@ def rows_of(sequence, count):
     return [(n, r - int(ends[n]) + ROWS[n]) for n, r in zip(numbers, rows, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("a", {"a": None}),
-        ("a:0.7,b:0.3", {"a": 0.7, "b": 0.3}),
-        (" a:7 , b/c:1e-3", {"a": 7, "b/c": 1e-3}),
-        ("a,b", {"a": None, "b": None}),
-        ("C:x,d", {"C:x": None, "d": None}),
-        ("a:2", {"a": 2}),
-    ],
-)
+@pytest.mark.parametrize("text, expected", table("data.txt", "mixture"))
 def test_mixtures_are_directories_and_weights(text, expected):
     assert parse_mixture(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text, match",
-    [
-        ("a,", "an empty name"),
-        (":0.5", "an empty name"),
-        ("a,b,a", "has 'a' twice"),
-        ("a:1,b", "weights for some only"),
-        ("a:0,b:1", "weights above 0"),
-        ("a:-1,b:1", "weights above 0"),
-        ("a:nan,b:1", "weights above 0"),
-        ("a:inf,b:1", "weights above 0"),
-    ],
-)
+@pytest.mark.parametrize("text, match", table("data.txt", "no-mixture"))
 def test_what_is_no_mixture_is_refused(text, match):
     with pytest.raises(ValueError, match=f"{re.escape(repr(text))}.*{match}.*a:0.7"):
         parse_mixture(text)

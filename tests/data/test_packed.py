@@ -16,6 +16,7 @@ from data.packed import StoredArray
 from data.text import token_file
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer
+from tests.cases import table
 from tests.fuzzing import set_field
 
 SEED = 20
@@ -172,21 +173,7 @@ def test_missing_files_are_named(tmp_path):
         (tmp_path / "moved").rename(path)
 
 
-@pytest.mark.parametrize(
-    "name, size, says",
-    [
-        ("tokens", 0, r"uint16 of \(4,\), which is 8 bytes"),
-        ("tokens", 6, r"uint16 of \(4,\), which is 8 bytes"),
-        ("tokens", 10, r"uint16 of \(4,\), which is 8 bytes"),
-        ("documents", 0, r"int64 of \(1,\), which is 8 bytes"),
-        ("documents", 7, r"int64 of \(1,\), which is 8 bytes"),
-        ("loss", 2, r"uint8 of \(4,\), which is 4 bytes"),
-        ("steps", 0, r"float32 of \(14, 6\), which is 464 bytes"),
-        ("steps", 100, r"float32 of \(14, 6\), which is 464 bytes"),
-        ("steps", 460, r"float32 of \(14, 6\), which is 464 bytes"),
-        ("steps", 468, r"float32 of \(14, 6\), which is 464 bytes"),
-    ],
-)
+@pytest.mark.parametrize("name, size, says", table("data.txt", "size"))
 def test_files_of_another_size_are_refused(tmp_path, name, size, says):
     if name == "steps":
         path = write_steps(tmp_path / "run") / "steps.npy"
@@ -263,17 +250,7 @@ def test_a_corpus_from_before_there_were_digests_is_taken_and_it_is_said(tmp_pat
     assert TokenFile.open(directory, "train").tokens.size == 4
 
 
-@pytest.mark.parametrize(
-    "files, match",
-    [
-        ([], "does not describe its files .*AttributeError"),
-        ({"train.tokens.bin": "00"}, "does not describe its files .*TypeError"),
-        ({"train.tokens.bin": {"bytes": 10}}, "does not describe .*KeyError: 'sha256'"),
-        ({"../x": {"bytes": 1, "sha256": ""}}, "does not describe .*Invalid name"),
-        ({"x": {"bytes": 1, "sha256": ""}}, "x is missing"),
-        ({"meta.json": {"bytes": 1, "sha256": ""}}, "bytes, but meta.json says 1:"),
-    ],
-)
+@pytest.mark.parametrize("files, match", table("data.txt", "files"))
 def test_files_that_are_described_wrong_are_refused(tmp_path, files, match):
     directory = write(tmp_path / "corpus")
     set_field(directory / "meta.json", "files", files)

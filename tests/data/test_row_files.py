@@ -19,6 +19,7 @@ from data.text.skipped import BadRow
 from data.text.text_documents import read_documents
 from data.text.tokenizer import ByteTokenizer
 from tests import tables
+from tests.cases import table
 from tests.fuzzing import damaged, fuzz
 
 # Texts with what formats have to quote, and one longer than a block of any reader.
@@ -148,21 +149,7 @@ def test_lists_are_read_as_they_are_parsed(monkeypatch, most_read, value):
 
 
 @pytest.mark.parametrize("most_read", [1, 1 << 16])
-@pytest.mark.parametrize(
-    "text, match",
-    [
-        ("", "not a list"),
-        ('{"a": 1}', "not a list"),
-        ("[", "value 0 is not"),
-        ("[1", "not end behind its 1"),
-        ("[1,", "value 1 is not"),
-        ("[1,]", "value 1 is not"),
-        ("[1 2]", "not end behind its 1"),
-        ("[1]]", "not end behind its 1"),
-        ("[{]", "value 0 is not"),
-        ('[{"a": 1, "a": 2}]', "'a' stands twice"),
-    ],
-)
+@pytest.mark.parametrize("text, match", table("data.txt", "list"))
 def test_lists_that_are_none_are_refused(monkeypatch, text, match, most_read):
     monkeypatch.setattr(json_text, "MOST_READ", most_read)
     with pytest.raises(ValueError, match=match):

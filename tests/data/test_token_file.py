@@ -8,6 +8,7 @@ from data.rows import PackedRows
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import read_begin, read_names, read_stop_tokens
+from tests.cases import table
 from tests.data import test_packed
 from tests.data.test_packed import overwrite
 from tests.fuzzing import altered, fuzz, set_field
@@ -50,22 +51,7 @@ def test_documents_and_their_loss_masks_come_back(tmp_path):
     assert starts[8:16] == b"\x03\0\0\0\0\0\0\0"
 
 
-@pytest.mark.parametrize(
-    "tokens, mask, match",
-    [
-        ([], None, r"tokens\.shape=\(0,\)"),
-        ([[1]], None, r"tokens\.shape=\(1, 1\)"),
-        ([3, 257], None, "document 0 of train has ids from 3 to 257.*vocab_size=257"),
-        ([-1, 3], None, "from -1 to 3"),
-        ([1.5, 2.7], None, "whole numbers .* got tokens.dtype=dtype..float64"),
-        ([True, False], None, "whole numbers .* got tokens.dtype=dtype..bool"),
-        ([1, None], None, "whole numbers .* got tokens.dtype=dtype..O"),
-        ([5, 6], "none", r"\(2,\) tokens .*has_loss_mask=True"),
-        ([5, 6], [True], r"\(2,\) tokens .*has_loss_mask=True"),
-        ([5, 6], [0.5, 1.0], "True and False, got .*loss_mask.dtype="),
-        ([5, 6], [2, 1], "True and False, got .*loss_mask.dtype="),
-    ],
-)
+@pytest.mark.parametrize("tokens, mask, match", table("data.txt", "document"))
 def test_writer_refuses_bad_documents(tmp_path, tokens, mask, match):
     """With "none", a mask is missing."""
     writer = TokenFileWriter(tmp_path / "a", ByteTokenizer(), has_loss_mask=bool(mask))
@@ -146,16 +132,7 @@ def test_corpus_keeps_its_tokenizer(tmp_path):
     assert open_tokenizer(plain.tokenizer).decode([104, 105]) == "hi"
 
 
-@pytest.mark.parametrize(
-    "starts, match",
-    [
-        ([1, 3, 5], "the first document begins at 1, not at 0"),
-        ([0, 3, 3], "document 1 begins at 3 and ends at 3"),
-        ([0, 5, 3], "document 1 begins at 5 and ends at 3"),
-        ([0, 3, 6], "document 2 begins at 6 and ends at 6"),
-        ([0, 3, 1 << 63], "document 1 begins at 3 and ends at -9223372036854775808"),
-    ],
-)
+@pytest.mark.parametrize("starts, match", table("data.txt", "starts"))
 def test_damaged_bounds_are_refused(tmp_path, starts, match):
     directory = write(tmp_path / "corpus")
     np.array(starts, "<u8").tofile(directory / "train.documents.bin")
@@ -167,22 +144,7 @@ def test_damaged_bounds_are_refused(tmp_path, starts, match):
 TRAIN = "splits.train"
 
 
-@pytest.mark.parametrize(
-    "field, value, match",
-    [
-        ("dtype", None, "does not describe .*dtype"),
-        ("dtype", "float16", "dtype='float16' must be uint16"),
-        ("dtype", "int16", "dtype='int16' must be uint16 or"),
-        ("vocab_size", "257", "vocab_size='257' must be a who"),
-        ("vocab_size", 256, "vocab_size=256 must .* least 257"),
-        ("has_loss_mask", "no", "has_loss_mask='no' must be"),
-        (TRAIN, None, "split 'train' .*KeyError"),
-        (f"{TRAIN}.tokens", None, "does not describe .*tokens"),
-        (f"{TRAIN}.tokens", 6.0, "tokens=6.0 must be a whole number"),
-        (f"{TRAIN}.largest_token", "256", "largest_token='256' must be a whole number"),
-        ("tokenizer.file", "../x", "tokenizer=.* must have a name, and a file beside"),
-    ],
-)
+@pytest.mark.parametrize("field, value, match", table("data.txt", "meta"))
 def test_meta_of_another_form_is_refused(tmp_path, field, value, match):
     directory = write(tmp_path / "corpus")
     set_field(directory / "meta.json", field, value)

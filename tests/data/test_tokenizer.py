@@ -8,6 +8,7 @@ from tokenizers import models
 
 from data.text.text_stream import TextStream
 from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
+from tests.cases import table
 from tests.chat_families import Family
 
 TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n"
@@ -191,24 +192,7 @@ def test_the_end_of_a_document_is_what_the_files_say_or_else_a_known_name(tmp_pa
     assert beside(tmp_path, **dict.fromkeys(files, nothing)).stop_tokens == (3,)
 
 
-@pytest.mark.parametrize(
-    "name, content, complaint",
-    [
-        ("tokenizer_config", "{", "tokenizer_config.json is not JSON .*: copy it aga"),
-        ("generation_config", [1], "must be a JSON object, got list"),
-        ("tokenizer_config", {"eos_token": "<none>"}, "has eos_token '<none>', which"),
-        ("tokenizer_config", {"eos_token": {"content": 1.5}}, "has eos_token 1.5, whi"),
-        ("generation_config", {"eos_token_id": 299}, "eos_token_id 299, .* 0 to 298"),
-        ("tokenizer_config", {"add_bos_token": 7}, "add_bos_token 7: say true or fals"),
-        (
-            "tokenizer_config",
-            {"add_bos_token": True, "bos_token": "<none>"},
-            "has bos_token '<none>', which is no token of .*name one of its tokens",
-        ),
-        ("config", {"eos_token_id": [1, -1]}, "config.json has eos_token_id -1, which"),
-        ("config", {"eos_token_id": True}, "config.json has eos_token_id True, which"),
-    ],
-)
+@pytest.mark.parametrize("name, content, complaint", table("data.txt", "tokenizer"))
 def test_files_that_name_no_token_are_refused(tmp_path, name, content, complaint):
     make_hugging_face(tmp_path / "tokenizer.json")
     assert open_tokenizer(str(tmp_path)).vocab_size == 299

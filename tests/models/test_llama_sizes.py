@@ -5,6 +5,7 @@ import pytest
 
 from models.memory import Execution
 from models.sizes import LanguageModelConfig
+from tests.cases import table
 
 GOOD = {
     "vocab_size": 40,
@@ -17,21 +18,7 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        *(({name: 0}, f"at least 1, .*: {name}=0") for name in GOOD),
-        (
-            {"num_layers": -1, "head_dim": 0},
-            "at least 1, .*: num_layers=-1, head_dim=0",
-        ),
-        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
-        ({"num_kv_heads": 8}, "num_heads=4 must be a multiple of num_kv_heads=8"),
-        ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"rope_theta": 0.0}, "rope_theta=0.0 must be a number above 0"),
-        ({"norm_epsilon": -1e-6}, "norm_epsilon=-1e-06 must be a number above 0"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", table("runs.txt", "sizes"))
 def test_sizes_that_make_no_model_are_refused(changes, message):
     LanguageModelConfig(**GOOD)
     with pytest.raises(ValueError, match=message):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.cases import table
 from tests.processes import Processes, free_port
 from training import hosts
 from training.watchdog import HUNG
@@ -91,23 +92,7 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(tmp_path):
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["30"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("", 2, 0), "count=2 index=0 need a coordinator"),
-        (("", 0, 1), "count=0 index=1 need a coordinator"),
-        (("localhost:1", 2, 2), "an index from 0 to count - 1"),
-        (("localhost:1", 0, 0), "an index from 0 to count - 1"),
-        (("localhost:1", 0, -1), "an index from 0 to count - 1"),
-        ((":1", 2, 0), "coordinator=':1' .* give HOST:PORT"),
-        (("localhost", 2, 0), "give HOST:PORT"),
-        (("localhost:port", 2, 0), "give HOST:PORT"),
-        (("localhost:0", 2, 1), "give HOST:PORT"),
-        (("localhost:65536", 2, 1), "give HOST:PORT"),
-        (("localhost:1", 2, 1, 0), "start_seconds=0 must be at least 1"),
-        (("", 0, -1, 300, -1), "lost_seconds=-1 must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), table("runs.txt", "hosts"))
 def test_a_part_of_a_cluster_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         hosts.connect(*arguments)
