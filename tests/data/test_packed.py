@@ -19,8 +19,6 @@ from data.text.tokenizer import ByteTokenizer
 from tests.cases import table
 from tests.fuzzing import set_field
 
-SEED = 20
-
 
 def write(directory, size=4):
     """A corpus of one document with a loss mask, and one held out."""
@@ -37,41 +35,27 @@ def write_steps(directory, steps=(7, 7)):
     return directory
 
 
+def open_train(directory):
+    return TokenFile.open(directory, "train")
+
+
 def overwrite(path, place, values):
     with path.open("r+b") as file:
         file.seek(place)
         file.write(values.tobytes())
 
 
-@pytest.fixture(params=[(5000,), (700, 3), (300, 2, 4)], ids=str)
-def written(request, tmp_path, monkeypatch):
-    """An array, and the same on disk behind 16 bytes; read 512 bytes at a time."""
-    monkeypatch.setattr(packed, "_BYTES_AT_A_TIME", 512)
-    print(f"seed {SEED}")
-    values = np.random.default_rng(SEED).normal(size=request.param).astype("<f4")
-    (tmp_path / "file").write_bytes(b"16 bytes of this" + values.tobytes())
-    dtype = np.dtype(np.float32)
-    return values, StoredArray(tmp_path / "file", dtype, values.shape, offset=16)
-
-
-@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("size", [(5000,), (700, 3), (300, 2, 4)], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (40,), (900,), (20, 2), (0,), (3, 0)])
-def test_any_places_are_read(written, shape, is_sorted):
-    values, stored = written
-    places = np.random.default_rng(SEED).integers(0, len(values), shape)
-    if is_sorted:
-        places = np.sort(places, axis=None).reshape(shape)
-    np.testing.assert_array_equal(stored.take(places), values[places])
-
-
-def test_a_file_is_closed_when_nobody_has_it(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(8))
-    stored = StoredArray(tmp_path / "file", np.dtype(np.uint8), (8,))
-    number = stored._file
-    assert os.fstat(number).st_size == 8
-    del stored
-    with pytest.raises(OSError):
-        os.fstat(number)
+def test_any_places_are_read(tmp_path, monkeypatch, rng, size, shape):
+    """Of an array behind 16 bytes, 512 at a time."""
+    monkeypatch.setattr(packed, "_BYTES_AT_A_TIME", 512)
+    values = rng.normal(size=size).astype("<f4")
+    (tmp_path / "file").write_bytes(b"16 bytes of this" + values.tobytes())
+    stored = StoredArray(tmp_path / "file", values.dtype, size, offset=16)
+    drawn = rng.integers(0, len(values), shape)
+    for places in drawn, np.sort(drawn, axis=None).reshape(shape):
+        np.testing.assert_array_equal(stored.take(places), values[places])
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
@@ -82,6 +66,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     assert stored.take(np.array([2047])).tolist() == [0x0707]
     with pytest.raises(OSError, match="file ends at byte 59998 and .*cut short while"):
         stored.take(np.array([29_999]))
+    number = stored._file
+    assert os.fstat(number).st_size == 4096
+    del stored
+    with pytest.raises(OSError):  # it is closed when nobody has it
+        os.fstat(number)
 
 
 def test_nothing_is_there_before_it_is_whole(tmp_path):
@@ -91,7 +80,7 @@ def test_nothing_is_there_before_it_is_whole(tmp_path):
         assert not directory.exists()
     assert [path.name for path in directory.parent.iterdir()] == ["new"]
     assert directory.parent.stat().st_mode == directory.stat().st_mode
-    assert TokenFile.open(directory, "train").tokens.size == 4
+    assert open_train(directory).tokens.size == 4
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -120,7 +109,7 @@ def test_what_exists_is_left_as_it_is(tmp_path):
         with pytest.raises(FileExistsError, match=f"{name} already exists and is left"):
             TokenFileWriter(tmp_path / name, ByteTokenizer()).__enter__()
     assert (tmp_path / "photos" / "one").read_text() == "precious"
-    assert TokenFile.open(tmp_path / "old", "train").tokens.size == 4
+    assert open_train(tmp_path / "old").tokens.size == 4
     assert len(list(tmp_path.iterdir())) == 3
     (tmp_path / "empty").mkdir()
     refuse_existing(tmp_path / "empty")
@@ -132,7 +121,7 @@ def test_the_slower_of_two_writers_is_refused(tmp_path):
         with TokenFileWriter(new, ByteTokenizer()) as slow:
             slow.write("train", np.arange(4))
             write(new, 6)
-    assert TokenFile.open(new, "train").tokens.size == 6
+    assert open_train(new).tokens.size == 6
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
@@ -149,7 +138,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_has_is_not(tmp
         found = {path.name for path in tmp_path.iterdir()}
         assert found == {"new", alive._new.partial.name, *others}
         raise KeyboardInterrupt
-    assert TokenFile.open(new, "train").tokens.size == 6
+    assert open_train(new).tokens.size == 6
 
 
 def test_missing_files_are_named(tmp_path):
@@ -157,9 +146,9 @@ def test_missing_files_are_named(tmp_path):
     for name, why in ("corpora", f"; {made} is one"), ("nowhere", ""):
         match = f"^there is no corpus {tmp_path / name}{why}: .*tools.prepare_text"
         with pytest.raises(FileNotFoundError, match=match):
-            TokenFile.open(tmp_path / name, "train")
+            open_train(tmp_path / name)
     with pytest.raises(FileNotFoundError, match=r"it has no meta\.json"):
-        TokenFile.open(tmp_path, "train")
+        open_train(tmp_path)
     with pytest.raises(FileNotFoundError, match="no trajectory file .*pack_exorl"):
         TrajectoryFile.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="^gs://a/b is in a bucket"):
@@ -168,53 +157,30 @@ def test_missing_files_are_named(tmp_path):
         path = made / f"train.{name}.bin"
         path.rename(tmp_path / "moved")
         with pytest.raises(FileNotFoundError, match=f"{path} is missing: prepare"):
-            TokenFile.open(made, "train")
+            open_train(made)
         assert TokenFile.open(made, "validation").tokens.size == 4
         (tmp_path / "moved").rename(path)
 
 
 @pytest.mark.parametrize("name, size, says", table("data.txt", "size"))
 def test_files_of_another_size_are_refused(tmp_path, name, size, says):
-    if name == "steps":
-        path = write_steps(tmp_path / "run") / "steps.npy"
-    else:
-        path = write(tmp_path / "corpus") / f"train.{name}.bin"
+    is_steps = name == "steps.npy"
+    path = (write_steps if is_steps else write)(tmp_path / "made") / name
     os.truncate(path, size)
     match = f"{path} has {size} bytes, but .*json says {says}: .*(cut short).*tools/"
     with pytest.raises(ValueError, match=match):
-        TrajectoryFile.open(path.parent) if name == "steps" else TokenFile.open(
-            path.parent, "train"
-        )
+        TrajectoryFile.open(path.parent) if is_steps else open_train(path.parent)
 
 
-def test_files_with_another_header_are_refused(tmp_path):
+def test_files_of_another_form_are_refused(tmp_path):
     directory = write_steps(tmp_path / "run")
     np.save(directory / "steps.npy", np.zeros((7, 2, 6), np.float32))
     with pytest.raises(ValueError, match=r"steps\.npy does not begin as .*replaced"):
         TrajectoryFile.open(directory)
-
-
-@pytest.mark.parametrize(
-    "version, match",
-    [
-        (2, "format version 2, and this program reads version 1: prepare"),
-        (True, "format version True, .* reads"),
-        (None, "cannot be read .*version.*: prepare"),
-    ],
-)
-def test_indices_of_another_version_are_refused(tmp_path, version, match):
-    path = write(tmp_path / "corpus") / "meta.json"
-    set_field(path, "version", version)
-    with pytest.raises(ValueError, match=f"{path} {'has ' * bool(version)}{match}"):
-        TokenFile.open(path.parent, "train")
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5000, '{"a": 1, "a": 2}'])
-def test_an_index_that_is_no_json_is_refused(tmp_path, text):
-    path = write(tmp_path / "corpus") / "meta.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"meta\.json cannot be read .*prepare"):
-        TokenFile.open(path.parent, "train")
+    for text in "{", "[" * 100_000, '{"a": 1, "a": 2}':
+        (directory / "index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json cannot be read .*: make "):
+            TrajectoryFile.open(directory)
 
 
 @pytest.mark.parametrize("name", ["tokens", "documents", "loss"])
@@ -239,15 +205,6 @@ def test_a_changed_byte_is_found_by_the_digests(tmp_path, name, monkeypatch):
     assert same == digest and "not compared with their digests: config.data" in unread
     with pytest.raises(ValueError, match=match):
         identify(directory, compare=True)
-
-
-def test_a_corpus_from_before_there_were_digests_is_taken_and_it_is_said(tmp_path):
-    directory = write(tmp_path / "corpus")
-    digest, _ = identify(directory)
-    set_field(directory / "meta.json", "files", None)
-    other, unread = identify(directory)
-    assert other != digest and "has no digests, of an older program" in unread
-    assert TokenFile.open(directory, "train").tokens.size == 4
 
 
 @pytest.mark.parametrize("files, match", table("data.txt", "files"))

@@ -98,6 +98,11 @@ def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
     found = TokenFile.open(tmp_path / "one", "train")
     assert found.tokens[:].tolist() == [0, 1, 2] and found.vocab_size == 257
     assert found.loss_mask is None
+    # And one from before there were digests.
+    set_field(tmp_path / "one" / "meta.json", "files", None)
+    other, unread = identify(tmp_path / "one")
+    assert other != digest and "has no digests, of an older program" in unread
+    assert TokenFile.open(tmp_path / "one", "train").tokens.size == 3
 
 
 def test_corpus_keeps_its_tokenizer(tmp_path):
@@ -139,9 +144,6 @@ def test_damaged_bounds_are_refused(tmp_path, starts, match):
     match = rf"train\.documents\.bin is damaged: .*{match}"
     with pytest.raises(ValueError, match=match):
         TokenFile.open(directory, "train")
-
-
-TRAIN = "splits.train"
 
 
 @pytest.mark.parametrize("field, value, match", table("data.txt", "meta"))

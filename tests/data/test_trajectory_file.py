@@ -9,16 +9,17 @@ from data.agents.trajectory_file import (
     identify,
     top_episodes,
 )
+from tests.cases import table
 from tests.data.test_packed import overwrite
 from tests.fuzzing import altered, fuzz, set_field
 
 
-def some_episodes(lengths, observation_size=3, action_size=2):
+def some_episodes(lengths):
     rng = np.random.default_rng(len(lengths))
     return [
         (
-            rng.normal(5, 2, (steps, observation_size)).astype(np.float32),
-            rng.uniform(-1, 1, (steps, action_size)).astype(np.float32),
+            rng.normal(5, 2, (steps, 3)).astype(np.float32),
+            rng.uniform(-1, 1, (steps, 2)).astype(np.float32),
             rng.uniform(size=steps).astype(np.float32),
         )
         for steps in lengths
@@ -61,58 +62,22 @@ def test_observations_are_described_over_all_steps(tmp_path):
     np.testing.assert_allclose(file.observation_std, observations.std(0), rtol=1e-6)
 
 
-def test_episodes_of_another_size_are_refused(tmp_path):
-    mixed = some_episodes([4]) + some_episodes([4], observation_size=2)
-    with pytest.raises(ValueError, match=r"episode 1 has .*\(2, 2\), .* \(3, 2\)"):
-        write(tmp_path / "run", mixed)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [(3,), (3, 1), (3,)],
-        [(3, 2), (4, 1), (3,)],
-        [(3, 2), (3, 1), (3, 2)],
-        [(0, 2), (0, 1), (0,)],
-        [(3, 0), (3, 1), (3,)],
-        [(3, 2), (3, 1), (3,), (3, 2)],
-    ],
-    ids=str,
-)
-def test_episodes_of_other_shapes_are_refused(tmp_path, shapes):
-    """The fourth is that of a target."""
+@pytest.mark.parametrize("shapes, match", table("data.txt", "shapes"))
+def test_episodes_of_other_shapes_are_refused(tmp_path, shapes, match):
     names = "observation", "action", "reward", "target"
     named = zip(names, shapes, strict=False)
     episode = {name: np.full(shape, 0.25) for name, shape in named}
-    match = "episode 1 has .* and at least one of each"
     writer = TrajectoryWriter(tmp_path / "run", {})
-    with pytest.raises(ValueError, match=match), writer:
-        writer.write(*some_episodes([3], 2, 1)[0])
+    with pytest.raises(ValueError, match=f"episode 1 has .*{match}"), writer:
+        writer.write(*some_episodes([3])[0])
         writer.write(**episode)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("field", "value", "match"),
-    [
-        ("returns", None, "does not describe .*returns"),
-        ("returns", [1], "contradicts itself"),
-        ("returns", [1, float("nan")], "returns must be a li"),
-        ("lengths", ["x"], "does not describe .*ValueError"),
-        ("lengths", [], "contradicts itself"),
-        ("lengths", [14, 0], "a length=0 must be"),
-        ("lengths", [7.5, 7], "a length=7.5 must be a whole"),
-        ("lengths", [1 << 70, 7], "OverflowError"),
-        ("lengths", [[7], [7]], "a length=.7. must be"),
-        ("observation_mean", [1, 2], "contradicts itself"),
-        ("observation_mean", 3.0, "observation_mean must be"),
-        ("observation_std", [1, -1, 1], "contradicts itself"),
-        ("action_repeat", "2", "action_repeat='2' must be"),
-        ("action_size", "x", "action_size='x' must be a who"),
-        ("action_size", 2.0, "action_size=2.0 must be"),
-        ("action_size", 10**400, "no header of 128 bytes"),
-    ],
+    # The last is too large for Python to read in a table.
+    [*table("data.txt", "index"), ("action_size", 10**400, "no header of 128 bytes")],
 )
 def test_index_of_another_form_is_refused(tmp_path, field, value, match):
     directory = write(tmp_path / "run", some_episodes([7, 7]))
@@ -152,16 +117,11 @@ def test_best_episodes_hold_a_tenth_of_the_steps():
     with pytest.raises(ValueError, match="of 5 episodes .* of which 4 have a length"):
         top_episodes(returns, lengths[1:])
     assert top_episodes(returns, lengths, 1.0).tolist() == [1, 4, 3, 0, 2]
+    for share, count in (0, 5), (-1, 5), (1.5, 5), (0.1, 0):
+        with pytest.raises(ValueError, match=f"share={share} of {count} episodes"):
+            top_episodes(returns[:count], lengths[:count], share)
     equal = np.ones(20)
     assert top_episodes(equal, np.full(20, 1000)).tolist() == [19, 18]
-
-
-@pytest.mark.parametrize("share", [0, -1, 1.5])
-def test_share_that_is_none_is_refused(share):
-    with pytest.raises(ValueError, match=f"share={share} of 2 episodes"):
-        top_episodes(np.ones(2), np.ones(2), share)
-    with pytest.raises(ValueError, match="of 0 episodes"):
-        top_episodes(np.ones(0), np.ones(0))
 
 
 @pytest.mark.parametrize("attempts", [100, pytest.param(2000, marks=pytest.mark.slow)])
