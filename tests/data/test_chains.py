@@ -167,6 +167,9 @@ def test_a_twentieth_is_held_out_one_at_least_and_never_all():
     assert (hold_out(one_world, seed=1)[1] != held_out).any()
     assert [len(part) for part in hold_out(one_world[:2])] == [1, 1]
     assert [len(part) for part in hold_out(one_world[:3], 0.99)] == [1, 2]
+    for episodes, share in (1, 0.5), (10, 0), (10, 1), (10, 2):
+        with pytest.raises(ValueError, match=f"share={share} of {episodes} episodes"):
+            hold_out(one_world[:episodes], share)
 
 
 def test_of_many_worlds_whole_ones_are_held_out():
@@ -175,12 +178,6 @@ def test_of_many_worlds_whole_ones_are_held_out():
     assert sorted([*train, *held_out]) == list(range(140))
     assert len(set(worlds[held_out])) == 4 and len(held_out) == 28
     assert not set(worlds[held_out]) & set(worlds[train])
-
-
-@pytest.mark.parametrize(("episodes", "share"), [(1, 0.5), (10, 0), (10, 1), (10, 2)])
-def test_what_cannot_be_held_out_is_refused(episodes, share):
-    with pytest.raises(ValueError, match=f"share={share} of {episodes} episodes"):
-        hold_out(np.zeros(episodes, int), share)
 
 
 def test_a_chain_is_of_one_world(worlds):
@@ -244,14 +241,11 @@ def test_tokens_of_whole_steps_have_what_came_of_the_step_before(worlds):
     assert_same_batch(of_step_before(whole), wanted)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
+def test_chains_that_cannot_be_are_refused(file):
+    for options, match in (
         ({"predict": "targets"}, "does not say which actions were best"),
         ({"chain_length": 0}, "chain of 0 episodes .*at least 1"),
         ({"chain_length": 31}, "chain of 31 episodes cannot .* 30 different .*shorten"),
-    ],
-)
-def test_chains_that_cannot_be_are_refused(file, options, match):
-    with pytest.raises(ValueError, match=match):
-        make_chains(file, **options)
+    ):
+        with pytest.raises(ValueError, match=match):
+            make_chains(file, **options)

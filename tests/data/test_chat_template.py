@@ -23,6 +23,7 @@ from data.chat.chat_template import (
 )
 from data.chat.conversation import Conversation
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from tests.cases import table
 from tests.chat_families import FAMILIES, INST, QWEN
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 
@@ -69,6 +70,13 @@ def mistral_model(tmp_path_factory):
     """A SentencePiece model of Mistral's third kind: it puts a space before texts."""
     path = tmp_path_factory.mktemp("mistral") / "tokenizer.model"
     return make_sentence_piece(path, control_symbols=[*INST])
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A tokenizer that knows every letter, with the special tokens of Qwen."""
+    path = tmp_path_factory.mktemp("qwen") / "tokenizer.json"
+    return open_tokenizer(str(make_hugging_face(path, QWEN)))
 
 
 def template(name, path):
@@ -196,11 +204,10 @@ def test_a_tokenizer_that_reads_tokens_in_words_is_refused(tmp_path):
 CHATML = FORMATS["chatml"].template
 
 
-def test_a_template_of_its_own_has_all_that_published_ones_use(tmp_path):
+def test_a_template_of_its_own_has_all_that_published_ones_use(qwen):
     """The text is what transformers 5.23 renders."""
-    path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
     parts = (FIXTURE.parents[1] / "cases" / "all_of_jinja.jinja").read_text()
-    one = ChatTemplate("parts", parts, open_tokenizer(str(path)))
+    one = ChatTemplate("parts", parts, qwen)
     year = datetime.now().year
     text = (
         '{"a": "<é>", "b": [1, null]}[\n 2\n]'
@@ -208,7 +215,7 @@ def test_a_template_of_its_own_has_all_that_published_ones_use(tmp_path):
         "<|im_start|>assistant\n0"
     )
     prompt = one.prompt([{"role": "user", "content": " Hi?\n"}])
-    whole = tokenizers.Tokenizer.from_file(str(path))
+    whole = tokenizers.Tokenizer.from_file(str(qwen.path))
     whole.no_padding()
     whole.no_truncation()
     assert prompt.tolist() == whole.encode(text, add_special_tokens=False).ids
@@ -221,10 +228,9 @@ REWRITES = (
 )
 
 
-def test_replies_that_a_conversation_writes_otherwise_are_documents(tmp_path):
+def test_replies_that_a_conversation_writes_otherwise_are_documents(qwen):
     """Here a reply that is not the last is left out."""
-    path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
-    one = ChatTemplate("rewrites", REWRITES, open_tokenizer(str(path)))
+    one = ChatTemplate("rewrites", REWRITES, qwen)
     documents = one.documents(talk(None, *EXCHANGES, ("x", "y")))
     learned = [d.tokens[d.is_supervised] for d in documents]
     replies = [f"{one.tokenizer.decode(tokens)}" for tokens in learned]
@@ -238,13 +244,12 @@ def test_replies_that_a_conversation_writes_otherwise_are_documents(tmp_path):
     ]
 
 
-def test_conversations_are_refused_in_a_line(tmp_path):
-    path = make_hugging_face(tmp_path / "tokenizer.json", QWEN)
+def test_conversations_are_refused_in_a_line(qwen):
     refuses = (
         "{% if messages[0].content == 'no' %}{{ raise_exception('it\nsays no') }}"
         "{% endif %}{% if messages[0].content == 'bad' %}{{ messages + 1 }}{% endif %}"
     )
-    one = ChatTemplate("it", refuses + CHATML, open_tokenizer(str(path)))
+    one = ChatTemplate("it", refuses + CHATML, qwen)
     (document,) = one.documents(talk(None, *EXCHANGES))
     assert document.is_supervised.sum() > 4
     concatenates = 'can only concatenate list (not "int") to list'
@@ -265,21 +270,9 @@ def test_conversations_are_refused_in_a_line(tmp_path):
 @pytest.mark.parametrize(
     "source, complaint",
     [
-        ("{% if %}", "template x is not Jinja: Expected an expression"),
+        *table("data.txt", "template"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "x is not Jinja: .* recursion"),
         ("{% for a in a %}" * 50 + "{% endfor %}" * 50, "x is not Jinja: too many sta"),
-        ("{{ 'a' * 20000000 }}", r"the conversation: \* makes more than 16777216"),
-        ("{{ 20000000 * [1] }}", r"\* makes more than 16777216 letters"),
-        ("{{ 9999 ** 9999999 }}", r"\*\* makes more than 16777216 letters"),
-        ("{{ 2 ** 8388607 * 2 ** 8388608 }}", r" \* makes more than 16777216 letters"),
-        ("{{ raise_exception('no') }}", "x refuses the conversation: no"),
-        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' .* is unsafe"),
-        ("{{ messages.append(1) }}", "access to attribute 'append' .* is unsafe"),
-        ("{% include 'x' %}", "no loader"),
-        ("hello", "x has no special token behind a reply, but 'hello'"),
-        ("{{ messages[1].content }} then", "but ' then', and nothing would end"),
-        ("{{ messages[1].content }}", "but '', and nothing would end one: choose ano"),
     ],
 )
 def test_templates_that_cannot_be_used_are_refused_in_a_line(source, complaint):

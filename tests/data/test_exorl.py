@@ -11,6 +11,7 @@ from data.agents.episodes import BadEpisode, Buffer, read_episode, write_episode
 from data.agents.exorl import Selection, describe, pack
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
+from tests.cases import table
 from tests.episodes import made_up, made_up_buffer, rolled_out
 
 STORED = Selection("stored")
@@ -190,31 +191,21 @@ def test_one_bad_file_in_a_hundred_may_be_skipped(tmp_path, caplog):
     assert not list((tmp_path / "b").glob("**/*.npy"))
 
 
-@pytest.mark.parametrize(
-    ("most", "episodes"), [(1, 1), (5, 1), (12, 2), (13, 3), (17, 3), (18, 4), (99, 4)]
-)
-def test_whole_episodes_are_taken_up_to_a_number_of_steps(tmp_path, most, episodes):
+def test_whole_episodes_are_taken_up_to_a_number_of_steps(tmp_path):
     buffer = made_up_buffer(tmp_path / "data", "cartpole", [5, 5, 3, 5])
-    selection = Selection("stored", max_transitions=most)
-    assert len(pack(buffer, "swingup", tmp_path, selection).returns) == episodes
+    for most, episodes in (1, 1), (12, 2), (13, 3), (17, 3), (18, 4), (99, 4):
+        selection = Selection("stored", max_transitions=most)
+        file = pack(buffer, "swingup", tmp_path / f"{most}", selection)
+        assert len(file.returns) == episodes, most
 
 
-@pytest.mark.parametrize(
-    ("domain", "task", "selection", "match"),
-    [
-        ("walker", "fly", None, "task='fly' of walker must be one of"),
-        ("walker", "fly", STORED, "task='fly' of walker must be one of"),
-        ("point_mass_maze", "reach", None, "no environment for .*point_mass_maze"),
-        ("point_mass_maze", "reach", STORED, "point_mass_maze stores 4 rewards a step"),
-        ("quadruped", "../run", STORED, r"task='\.\./run' must be the plain name"),
-        ("quadruped", "run", STORED, "there is no directory"),
-    ],
-)
+@pytest.mark.parametrize("domain, task, relabelling, match", table("data.txt", "task"))
 def test_unknown_tasks_are_refused_before_files_are_read(
-    tmp_path, domain, task, selection, match
+    tmp_path, domain, task, relabelling, match
 ):
+    buffer, selection = Buffer(tmp_path, domain, "rnd"), Selection(relabelling)
     with pytest.raises((ValueError, FileNotFoundError), match=match):
-        pack(Buffer(tmp_path, domain, "rnd"), task, tmp_path, selection)
+        pack(buffer, task, tmp_path, selection)
 
 
 def test_description_gives_returns_and_sizes(tmp_path):
