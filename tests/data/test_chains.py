@@ -3,9 +3,7 @@ import pytest
 
 from data.agents.chains import ChainBatch, Chains, hold_out, of_step_before
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
-from data.batch import Block
-from kernels.layouts import Contiguous, Striped, Zigzag, order
-from tests.numbered_corpus import assert_same_batch, make_batches
+from tests.numbered_corpus import assert_same_batch
 
 
 def pack(directory, episodes):
@@ -135,26 +133,6 @@ def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
         steps = np.concatenate(parts)
         np.testing.assert_array_equal(batch.actions[:total], steps[:, 1:2])
         assert batch.completions.nonzero()[0].tolist() == [total - 1]
-
-
-@pytest.mark.parametrize("layout", [Contiguous(), Striped(), Striped(2), Zigzag()])
-@pytest.mark.parametrize("ring_size", [1, 3, 4])
-def test_blocks_are_slices_of_the_whole_in_layout_order(file, layout, ring_size):
-    chains = make_chains(file, multiple=24)
-    quarter = chains.length // 4
-    blocks = [
-        Block((row, row + 1), (start, start + quarter))
-        for row in range(2)
-        for start in range(0, chains.length, quarter)
-    ]
-    (whole,) = make_batches(chains, rows=2)[7].values()
-    parts = make_batches(chains, 2, layout, ring_size, blocks=blocks)[7]
-    places = order(layout, ring_size, chains.length)
-    assert set(parts) == set(blocks)
-    for block, part in parts.items():
-        rows, columns = slice(*block.rows), places[slice(*block.columns)]
-        wanted = ChainBatch(*(array[rows][:, columns] for array in whole))
-        assert_same_batch(part, wanted, strict=True)
 
 
 def test_a_twentieth_is_held_out_one_at_least_and_never_all():

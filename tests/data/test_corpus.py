@@ -1,3 +1,5 @@
+"""Texts to corpora: what is read, in which split, and what is found to be no text."""
+
 import json
 import os
 import sysconfig
@@ -8,6 +10,9 @@ import pytest
 import tokenizers
 
 from data.text.corpus import prepare, prepare_standard_library
+from data.text.holdout import Holdout
+from data.text.markup import SPECIAL, TAGS, check_markup, find_markup
+from data.text.skipped import BadRow, Skipped
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table
@@ -169,3 +174,79 @@ def test_standard_library_takes_no_other_place(tmp_path):
     with pytest.raises(FileExistsError, match="occupied already exists and is left"):
         prepare_standard_library(occupied)
     assert (occupied / "thesis.tex").read_text() == "years"
+
+
+def splits(texts, fraction=0.25):
+    holdout = Holdout(fraction)
+    for text in texts:
+        holdout.add(text)
+    return [holdout.split(text) for text in texts]
+
+
+def test_about_the_share_is_held_out_whatever_the_order_and_the_copies():
+    texts = [f"text {i}" for i in range(400)]
+    forward = splits(texts)
+    assert 70 <= forward.count("validation") <= 130
+    assert splits(texts[::-1]) == forward[::-1]
+    assert splits(texts + texts) == forward + forward
+
+
+def test_the_share_is_that_of_the_characters(rng):
+    """Few texts are most of many corpora."""
+    sizes = (rng.lognormal(6, 1.5, 225)).astype(int) + 1
+    texts = [f"{i:3} ".ljust(size, "x") for i, size in enumerate(sizes)]
+    held = [
+        len(t) for t, s in zip(texts, splits(texts, 0.1), strict=True) if s != "train"
+    ]
+    assert abs(sum(held) - 0.1 * sum(map(len, texts))) <= sizes.max() / 2 + 4
+
+
+def test_both_splits_get_a_text_where_two_differ():
+    for fraction in 1e-9, 1 - 1e-9:
+        assert set(splits(["one", "other"], fraction)) == {"train", "validation"}
+        assert splits(["same", "same"], fraction) == ["train", "train"]
+    for fraction in 0, 1, -0.5, float("nan"):
+        with pytest.raises(ValueError, match=f"validation_fraction={fraction} must be"):
+            Holdout(fraction)
+
+
+def test_few_texts_are_held_out_for_a_batch_where_no_share_is_asked_for():
+    texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
+    sizes = {}
+    for least in 0, 1000, 10**9:
+        holdout = Holdout(None, least)
+        for text in texts:
+            holdout.add(text)
+        held = [text for text in texts if holdout.split(text) == "validation"]
+        sizes[least] = sum(map(len, held))
+    total = sum(map(len, texts))
+    assert sizes[0] < 0.04 * total
+    assert 1000 <= sizes[1000] < 1200 < 0.07 * total <= sizes[10**9] < 0.1 * total + 200
+    # Whatever their order, and beside a share that is asked for.
+    shuffled = Holdout(None, 1000)
+    for text in sorted(texts):
+        shuffled.add(text)
+    assert sum(len(t) for t in texts if shuffled.split(t) != "train") == sizes[1000]
+
+
+NAMES = "<|im_start|> <|eot_id|> [INST] [/INST] <<SYS>> <</SYS>> <start_of_turn>"
+
+
+def test_markup_is_found_and_words_that_look_like_it_are_left_alone():
+    for name in (*NAMES.split(), "<end_of_turn>", "<|endoftext|>"):
+        assert find_markup(f"some words\n{name}user") == SPECIAL, name
+    for text, kind in table("data.txt", "markup"):
+        assert find_markup(text) == kind, text
+    for text in (*(text for (text,) in table("data.txt", "words")), "[" * 100_000):
+        assert find_markup(text) is None, text[:12]
+
+
+def test_more_than_half_is_refused_by_kind():
+    found = Skipped()
+    for number in range(5):
+        found.add(BadRow(f"f[{number}]", TAGS if number < 4 else SPECIAL))
+    check_markup(found, 8)
+    with pytest.raises(
+        ValueError, match=r"^4 of 7 documents .*HTML.* as f\[0\], .*--k"
+    ):
+        check_markup(found, 7)

@@ -88,9 +88,3 @@ def test_a_pattern_takes_what_it_matches(tmp_path):
     # But for inputs that are named.
     files, left_out = listed(tmp_path, "in", "in/README.md", pattern="*.parquet")
     assert [*files][-1] == "README.md" and len(files) == 3 and not left_out
-
-
-def test_inputs_keep_their_order(tmp_path):
-    fill(tmp_path, "a/1.txt a/2.txt b.jsonl c.txt")
-    files, _ = listed(tmp_path, "in/c.txt", "in/a", "in/b.jsonl")
-    assert [*files] == ["c.txt", "a/1.txt", "a/2.txt", "b.jsonl"]

@@ -1,7 +1,8 @@
-"""Rows of every format: the same corpora, read in bounded memory, or refused."""
+"""Rows and JSON of every format: read alike, in bounded memory, or refused."""
 
 import io
 import json
+import math
 import tracemalloc
 from itertools import islice
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from data import json_text
-from data.json_text import iterate_list
+from data.json_text import iterate_list, parse_json, read_json_object
 from data.text import row_files
 from data.text.corpus import prepare
 from data.text.input_files import InputFile
@@ -20,7 +21,7 @@ from data.text.text_documents import read_documents
 from data.text.tokenizer import ByteTokenizer
 from tests import tables
 from tests.cases import table
-from tests.fuzzing import damaged, fuzz
+from tests.fuzzing import altered, damaged, fuzz
 
 # Texts with what formats have to quote, and one longer than a block of any reader.
 TEXTS = ['Möwen, 3"\n\tfly\r\n', "a", " ", "\u2028 \\n 'x'", "[1]", "long " * 50_000]
@@ -48,14 +49,11 @@ def test_the_same_texts_are_the_same_corpus_in_every_format(tmp_path, name, expe
     assert made(source, tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_data_sets_of_shards_are_the_same_corpus(tmp_path, expected, folder):
-    save = (
-        tables.save_to_disk
-        if folder
-        else (lambda path, rows: tables.save_on_hub(path, {"train": rows}))
-    )
-    assert made(save(tmp_path / "set", ROWS), tmp_path / "out") == expected
+def test_data_sets_of_shards_are_the_same_corpus(tmp_path, expected):
+    tables.save_to_disk(tmp_path / "disk", ROWS)
+    tables.save_on_hub(tmp_path / "hub", {"train": ROWS})
+    for name in "disk", "hub":
+        assert made(tmp_path / name, tmp_path / f"{name}-out") == expected
 
 
 @pytest.mark.parametrize("codec", [".gz", ".zst"])
@@ -191,3 +189,51 @@ def test_rows_of_other_sizes_than_their_header_are_named(tmp_path):
         (f"{path}:6", BadRow(f"{path}:6", "3 fields under a header of 2")),
         (f"{path}:7", {"id": "4", "text": "last"}),
     ]
+
+
+DOCUMENT = {
+    "version": 2,
+    "name": "two\nlines",
+    "ö": [1.5, -3, True, None, {"deep": [[], {}]}],
+    "counts": {"train": 10**12, "validation": 0},
+}
+
+
+def test_a_value_is_what_python_reads():
+    assert parse_json(json.dumps(DOCUMENT)) == DOCUMENT
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        text = json.dumps(DOCUMENT, ensure_ascii=False).encode(encoding)
+        assert parse_json(text) == DOCUMENT
+    assert math.isnan(parse_json("[NaN]")[0])
+    assert parse_json(str(10**4000)) == 10**4000
+
+
+def test_what_is_no_object_or_too_large_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="config.json must be a JSON object, got list"):
+        read_json_object(path)
+    with path.open("wb") as file:
+        file.truncate(json_text.MOST_BYTES + 1)  # takes no room on the disk
+    with pytest.raises(ValueError, match="config.json has 67108865 bytes, and .* most"):
+        read_json_object(path)
+
+
+@pytest.mark.parametrize(
+    "attempts", [200, pytest.param(20_000, marks=pytest.mark.slow)]
+)
+def test_damaged_json_is_its_value_or_refused(tmp_path, attempts):
+    path = tmp_path / "config.json"
+
+    def attempt(rng):
+        text = altered(DOCUMENT, rng).encode("utf-8", "surrogatepass")
+        path.write_bytes(text if rng.integers(2) else damaged(text, rng))
+        return read_json_object(path)
+
+    def check(found):
+        # As text, in which NaN is itself, and no object has a name twice.
+        again = json.loads(path.read_bytes())
+        assert json.dumps(again) == json.dumps(found)
+
+    counts = fuzz(attempts, attempt, check, most_bytes=20 << 20)
+    assert counts["read"] > attempts // 10 and counts["refused"] > attempts // 10

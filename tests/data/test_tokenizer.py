@@ -110,14 +110,6 @@ def test_texts_behind_a_special_token_have_no_space_of_the_first_word(tmp_path):
         assert 0 not in special
 
 
-def test_hugging_face_vocabulary_covers_ids_after_a_gap(tmp_path):
-    model = tokenizers.models.WordLevel({"<unk>": 0, "cat": 7, "</s>": 3}, "<unk>")
-    path = tmp_path / "gaps.json"
-    tokenizers.Tokenizer(model).save(str(path))
-    tokenizer = open_tokenizer(str(path))
-    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 3)
-
-
 def beside(directory, **files):
     """Writes files beside a tokenizer, and returns the tokenizer of the directory."""
     for name, content in files.items():
@@ -162,12 +154,15 @@ def test_texts_begin_with_what_the_file_puts_there_unless_others_say(tmp_path):
     assert begun(tokenizer, text).dtype == np.int32
 
 
-def test_sentence_piece_begins_texts_with_its_own_token_unless_others_say(tmp_path):
-    make_sentence_piece(tmp_path / "tokenizer.model")
+def test_sentence_piece_begins_and_ends_with_its_own_tokens_unless_others_say(tmp_path):
+    make_sentence_piece(tmp_path / "tokenizer.model", control_symbols=["<end_of_turn>"])
     assert beside(tmp_path).begin_of_document == (1,)
     assert beside(tmp_path).names == {"bos_token": "<s>", "eos_token": "</s>"}
     config = {"add_bos_token": False, "bos_token": "<s>"}
     assert beside(tmp_path, tokenizer_config=config).begin_of_document == ()
+    tokenizer = beside(tmp_path, generation_config={"eos_token_id": [1, 3]})
+    assert tokenizer.token_id("<end_of_turn>") == 3
+    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((2, 1, 3), 2)
     make_sentence_piece(tmp_path / "tokenizer.model", bos_id=-1)
     assert beside(tmp_path, tokenizer_config={}).begin_of_document == ()
 
@@ -199,13 +194,6 @@ def test_files_that_name_no_token_are_refused(tmp_path, name, content, complaint
     with pytest.raises(ValueError, match=complaint) as caught:
         beside(tmp_path, **{name: content})
     assert str(caught.value).isprintable()
-
-
-def test_sentence_piece_stops_at_its_end_and_at_what_the_files_name(tmp_path):
-    make_sentence_piece(tmp_path / "tokenizer.model", control_symbols=["<end_of_turn>"])
-    tokenizer = beside(tmp_path, generation_config={"eos_token_id": [1, 3]})
-    assert tokenizer.token_id("<end_of_turn>") == 3
-    assert (tokenizer.stop_tokens, tokenizer.end_of_document) == ((2, 1, 3), 2)
 
 
 def test_a_directory_has_a_tokenizer_or_is_refused(tmp_path):
@@ -285,12 +273,7 @@ def test_tokenizers_that_cannot_encode_every_text_are_refused(
     assert str(caught.value).isprintable()
 
 
-def test_ids_that_no_corpus_holds_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has the id 2147483648, and ids are below"):
-        changed(tmp_path / "a.json", lambda f: f["model"]["vocab"].update(new=1 << 31))
-
-
-def test_bytes_of_a_vocabulary_must_be_all_that_texts_have(tmp_path):
+def test_a_vocabulary_must_have_all_bytes_of_texts_and_no_larger_ids(tmp_path):
     def without(file, *letters):
         assert file["model"]["unk_token"] is None
         file["model"]["merges"] = []
@@ -302,6 +285,8 @@ def test_bytes_of_a_vocabulary_must_be_all_that_texts_have(tmp_path):
     assert tokenizer.encode("猫").size == 3
     with pytest.raises(ValueError, match="no token for letters"):
         changed(tmp_path / "a.json", lambda file: without(file, "õ", "â"))
+    with pytest.raises(ValueError, match="has the id 2147483648, and ids are below"):
+        changed(tmp_path / "a.json", lambda f: f["model"]["vocab"].update(new=1 << 31))
 
 
 STREAMED = "the cat sat: Möwe 猫 🙂🙂 e\u0301, on the log"
@@ -330,8 +315,6 @@ def test_what_is_no_letter_comes_out_once_that_is_known():
     tokens = np.array([0xE7, 0x8C, 0x61, 0xFF, 0xFF, 0x62, 0xC3])
     got = pieces(BYTES, BYTES.encode("x"), tokens)
     assert got == ["", "", "\ufffda", "", "", "\ufffd\ufffdb", "", "\ufffd"]
-
-
-def test_what_ends_a_document_is_no_text():
+    # What ends a document is no text.
     tokens = np.append(BYTES.encode("end"), BYTES.end_of_document)
     assert "".join(pieces(BYTES, BYTES.encode("x"), tokens)) == "end"
