@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 
 def lines(name: str) -> list[str]:
     text = (Path(__file__).parent / name).read_text()
@@ -21,3 +23,11 @@ def table(name: str, kind: str) -> list[tuple]:
     found = (line.split(" ", 1) for line in lines(name))
     rows = [rest.split(" => ", 1) for before, rest in found if before == kind]
     return [(*ast.literal_eval(f"({values},)"), *said) for values, *said in rows]
+
+
+def in_tiers(name: str, kind: str) -> list:
+    """Cases of a kind, and those of `slow-KIND`, which are marked so."""
+    slow = (
+        pytest.param(*c, marks=pytest.mark.slow) for c in table(name, f"slow-{kind}")
+    )
+    return [*table(name, kind), *slow]

@@ -10,6 +10,7 @@ import pytest
 from data.agents.chains import ChainBatch
 from data.agents.trajectory_file import TrajectoryFile
 from models.actions import Actions
+from tests.cases import in_tiers
 from tests.small_agent import (
     EPISODE_STEPS,
     ONE_TOKEN,
@@ -21,18 +22,6 @@ from tests.small_llama import assert_same
 from training.mesh import MeshShape
 
 REAL = 2 * EPISODE_STEPS
-MESHES = [
-    pytest.param(shape, attention, fields, marks=pytest.mark.slow if slow else ())
-    for shape, attention, fields, slow in (
-        (MeshShape(ring=2), "striped", {}, False),
-        (MeshShape(ring=4), "ring", ONE_TOKEN, False),
-        (MeshShape(ring=4), "ring", {}, True),
-        (MeshShape(ring=2), "striped", ONE_TOKEN, True),
-        (MeshShape(ring=2, ulysses=2), "striped", {}, True),
-        (MeshShape(fsdp=2, ring=2, tensor=2), "striped", {}, True),
-        (MeshShape(fsdp=2, ring=2, tensor=2), "striped", ONE_TOKEN, True),
-    )
-]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +52,13 @@ def discrete(file: TrajectoryFile) -> ChainBatch:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("shape", "attention", "fields"), MESHES)
+@pytest.mark.parametrize(
+    "mesh, attention, is_one_token", in_tiers("models.txt", "agent"), ids=str
+)
 def test_losses_and_gradients_are_those_of_one_device(
-    batch, discrete, shape, attention, fields
+    batch, discrete, mesh, attention, is_one_token
 ):
+    shape, fields = MeshShape(**mesh), ONE_TOKEN if is_one_token else {}
     chains = discrete if fields else batch
     losses, gradients = one_device(**fields).losses_and_gradients(chains)
     found, of_ring = Run(shape, attention, **fields).losses_and_gradients(chains)
@@ -179,12 +171,6 @@ def test_ranks_are_seen_only_where_they_are_embedded(batch):
     assert np.abs(ranked.actions(other) - ranked.actions(batch)).max() > 1e-3
 
 
-def test_a_perceptron_of_one_layer_is_refused():
-    """A checkpoint of it could not be read: a parameter would have no elements."""
-    with pytest.raises(ValueError, match="num_layers=1 of a perceptron: at least 2"):
-        one_device(agent__method="perceptron", model__num_layers=1)
-
-
 def test_a_perceptron_sees_the_present_alone(batch):
     run = Run(MeshShape(ring=2), "striped", agent__method="perceptron")
     whole = one_device(agent__method="perceptron")
@@ -197,3 +183,6 @@ def test_a_perceptron_sees_the_present_alone(batch):
     after = whole.actions(batch._replace(observations=observations))
     changed = (after != before).any(axis=-1)
     assert changed.sum() == 1 and changed[0, 3]
+    # A checkpoint of one layer could not be read: a parameter would have no elements.
+    with pytest.raises(ValueError, match="num_layers=1 of a perceptron: at least 2"):
+        one_device(agent__method="perceptron", model__num_layers=1)

@@ -18,6 +18,7 @@ from models.decode import NOTHING, Generator, Held
 from models.sampling import Sampling
 from tasks.generation import generator
 from tasks.text import TextRun
+from tests.cases import in_tiers, table
 from tests.small_llama import (
     ROWS,
     SLOTS,
@@ -34,8 +35,6 @@ NEW = SLOTS - 11 + 1
 
 PROMPT = np.arange(3)
 GREEDY = Sampling(temperature=0.0)
-
-slow = pytest.mark.slow
 
 
 def some_prompts() -> list[np.ndarray]:
@@ -88,47 +87,14 @@ def generated(
     return np.stack(list(steps))
 
 
-CAUSAL = "llama", "causal"
-# Model and mask, attention and mesh; no prompt is shorter than the prefix.
-FAST = [
-    (CAUSAL, "striped", MeshShape(ring=4)),
-    (("llama", "window(7)"), "zigzag", MeshShape(ring=2, ulysses=2)),
-    (("llama", "prefix(5)"), "striped", MeshShape(fsdp=2, ring=2, tensor=2)),
-    # Past the windows of its layers and the run's, with sinks and a cap.
-    (("every_part", "window(3)"), "ring", MeshShape(ring=2)),
-]
-SLOW = [
-    (CAUSAL, "striped", MeshShape()),
-    (CAUSAL, "striped", MeshShape(ring=2)),
-    (CAUSAL, "striped", MeshShape(ring=8)),
-    (CAUSAL, "ring", MeshShape(ring=2)),
-    (CAUSAL, "ring", MeshShape(ring=8)),
-    (("every_part", "window(3)"), "ring", MeshShape(ring=4)),
-    (CAUSAL, "zigzag", MeshShape(ring=4)),
-    (CAUSAL, "zigzag", MeshShape(data=2, ring=2, tensor=2)),
-    (CAUSAL, "vanilla", MeshShape(tensor=2)),
-    (CAUSAL, "striped", MeshShape(ring_outer=2, ring=2)),
-    (CAUSAL, "striped", MeshShape(ring=2, ulysses=2)),
-    (CAUSAL, "striped", MeshShape(fsdp=2, ring=2, tensor=2)),
-    (("llama", "window(7)"), "zigzag", MeshShape(ring=4)),
-    (("llama", "prefix(5)"), "striped", MeshShape(ring=4)),
-    (("gemma2", "prefix(5)"), "striped", MeshShape(ring=1)),
-    (("gpt_oss", "causal"), "zigzag", MeshShape(ring=8)),
-]
-
-
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
-    "model, attention, shape",
-    [*FAST, *(pytest.param(*case, marks=slow) for case in SLOW)],
-    ids=str,
+    "model, attention, mesh", in_tiers("models.txt", "decode"), ids=str
 )
-def test_cached_tokens_are_those_of_the_whole_forward_each_time(
-    model, attention, shape
-):
+def test_cached_tokens_are_those_of_the_whole_forward_each_time(model, attention, mesh):
     want = uncached(*model)
     assert (want != uncached(model[0])).any() or model[1] == "causal"
-    got = generated(generator_on(shape, attention, model=model))
+    got = generated(generator_on(MeshShape(**mesh), attention, model=model))
     np.testing.assert_array_equal(got, want)
     assert len(np.unique(got)) > 5
 
@@ -154,40 +120,20 @@ def test_a_row_that_has_ended_gets_nothing_and_others_go_on():
         assert (got[end + 1 :, row] == NOTHING).all()
 
 
-WARM = Sampling(temperature=1.5)
-
-
 @pytest.mark.thorough
-def test_draws_follow_the_seed():
-    one = generator_on(MeshShape(), "vanilla", WARM)
-    first, again, other = (generated(one, seed=seed) for seed in (7, 7, 8))
+def test_draws_follow_the_seed_on_any_mesh():
+    warm = Sampling(temperature=1.5)
+    one = generator_on(MeshShape(), "vanilla", warm)
+    first, other = (generated(one, seed=seed) for seed in (7, 8))
+    again = generated(generator_on(MeshShape(ring=2), "striped", warm), seed=7)
     np.testing.assert_array_equal(first, again)
     assert (first != other).any() and (first != uncached()).any()
 
 
-@slow
-def test_draws_do_not_depend_on_the_mesh():
-    one = generator_on(MeshShape(ring=2), "ring", WARM)
-    other = generator_on(MeshShape(fsdp=2, ring=2), "striped", WARM)
-    np.testing.assert_array_equal(generated(one, seed=7), generated(other, seed=7))
-
-
-@pytest.mark.parametrize(
-    "others, tokens, words",
-    [
-        ([], 5, "prompts must be 2, rows of the batch, got 1"),
-        ([PROMPT[:0]], 5, "prompt 1 has no tokens"),
-        ([PROMPT], 0, "max_tokens=0 must be at least 1"),
-        ([PROMPT], 2.5, "max_tokens=2.5 must be at least 1"),
-        ([PROMPT + 0.5], 5, r"prompt 1 must be integers \(tokens,\), got float64"),
-        ([PROMPT[None]], 5, r"prompt 1 must be integers \(tokens,\), got int64 \(1, "),
-        ([PROMPT - VOCAB], 5, "prompt 1 must be token ids from 0 on, got -"),
-        ([PROMPT + 2**31], 5, "prompt 1 must be token ids from 0 on, got "),
-        ([np.arange(11)], NEW + 1, f"11 tokens and .*={NEW + 1} .* at most {NEW} tok"),
-    ],
-)
+@pytest.mark.parametrize("others, tokens, words", table("models.txt", "generate"))
 def test_what_cannot_be_generated_is_refused(others, tokens, words):
     one, parameters = generator_on(MeshShape(ring=4), "striped")
+    others = [np.array(prompt, None if prompt else int) for prompt in others]
     with pytest.raises(ValueError, match=words):
         one.generate(parameters, [PROMPT, *others], tokens, seed=0)
 
@@ -214,29 +160,15 @@ class Counter:
         return found
 
 
-ONWARD = [
-    ("zigzag", MeshShape(ring=4), ("llama", "window(7)")),
-    ("striped", MeshShape(fsdp=2, ring=2, tensor=2), CAUSAL),
-    ("ring", MeshShape(ring=8), CAUSAL),
-    ("striped", MeshShape(), ("gemma2", "causal")),
-    ("ring", MeshShape(ring=4), ("every_part", "causal")),
-]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "attention, shape, model",
-    [
-        ("striped", MeshShape(ring=4), CAUSAL),
-        *(pytest.param(*case, marks=slow) for case in ONWARD),
-    ],
-    ids=str,
+    "model, attention, mesh", in_tiers("models.txt", "onward"), ids=str
 )
 def test_a_prompt_that_begins_as_what_is_held_goes_on_from_it(
-    attention, shape, model, rng
+    model, attention, mesh, rng
 ):
     """Its text is that of the whole prompt, and the rest alone is computed."""
-    one, parameters = generator_on(shape, attention, model=model)
+    one, parameters = generator_on(MeshShape(**mesh), attention, model=model)
     counter, held = Counter(one), Held()
     prompts = some_prompts()
 
@@ -309,18 +241,7 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_refused():
         generator(TextRun(config, partition), GREEDY, rows=2, cache_tokens=0)
 
 
-@pytest.mark.parametrize(
-    "shape, ring",
-    [
-        ((0, 2, 32, 2, 8), 4),
-        ((2, 0, 32, 2, 8), 4),
-        ((2, 2, 0, 2, 8), 4),
-        ((2, 2, 32, 0, 8), 4),
-        ((2, 2, 32, 2, 0), 4),
-        ((2, 2, 30, 2, 8), 4),
-        ((2, 2, 32, 2, 8), 0),
-    ],
-)
+@pytest.mark.parametrize("shape, ring", table("models.txt", "cache"))
 def test_a_cache_of_nothing_or_of_uneven_shares_is_refused(shape, ring):
     with pytest.raises(ValueError, match=f"over the ring of {ring}, got .{shape[0]}, "):
         empty_cache(shape, jnp.float32, ring)

@@ -10,6 +10,7 @@ import pytest
 
 from data.batch import Batch
 from kernels.layouts import permute
+from tests.cases import in_tiers, table
 from tests.families import FAMILIES
 from tests.runs import KINDS
 from tests.small_agent import drawn
@@ -31,8 +32,7 @@ SETTINGS = {
     "feed_forward_chunk_tokens": 0,
     "loss_chunk_tokens": 0,
 }
-RING = MeshShape(ring=4)
-CUBE = MeshShape(fsdp=2, ring=2, tensor=2)
+RING, CUBE = {"ring": 4}, {"fsdp": 2, "ring": 2, "tensor": 2}
 
 slow = pytest.mark.slow
 
@@ -64,42 +64,23 @@ def on_one_device(family: str, **fields: Any) -> tuple[np.ndarray, list[Any]]:
     return train(run, COMPARED if fields else LEARNING)
 
 
-def with_one_layer_more(family: str) -> dict[str, Any]:
-    """A budget that lets the last layer keep its attention's result."""
-    run = Run(RING, "striped", family, remat="nothing")
-    budget = run.resolved.kept.budget("nothing", 1)
-    return {"remat": "nothing", "remat_budget_gib": budget / 2**30}
-
-
 EVERYWHERE = itertools.product(FAMILIES, ("ring", "striped", "zigzag"), (RING, CUBE))
-
-
-PARTS = {"attention_parts": 2, "remat": "nothing"}
-FAST = [
-    ("olmo2", "ring", MeshShape(ring=4, tensor=2), {}),
-    # Of the four families below and gpt-oss, but for norms that only OLMo has.
-    ("every_part", "zigzag", RING, PARTS),
-]
-SLOW = [
-    ("mistral", "striped", RING, {"remat": "tail"}),
-    ("qwen3", "ring", MeshShape(fsdp=2, ring=4), {"remat": "nothing"}),
-    ("gemma2", "striped", RING, {"remat": "nothing"}),
-    ("gemma3", "zigzag", RING, {"remat": "products"}),
-    ("gpt_oss", "striped", RING, PARTS),
-    ("gemma2", "striped", RING, with_one_layer_more),
-    ("gemma3", "zigzag", RING, with_one_layer_more),
-    ("every_part", "striped", RING, {"remat": "tail"}),
-    *((*where, {}) for where in EVERYWHERE),
-]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "family, attention, shape, fields",
-    [*FAST, *(pytest.param(*case, marks=slow) for case in SLOW)],
+    "family, attention, mesh, fields",
+    [
+        *in_tiers("models.txt", "steps"),
+        *(pytest.param(*where, {}, marks=slow) for where in EVERYWHERE),
+    ],
 )
-def test_ten_steps_on_a_mesh_are_those_of_one_device(family, attention, shape, fields):
-    fields = fields(family) if callable(fields) else fields
+def test_ten_steps_on_a_mesh_are_those_of_one_device(family, attention, mesh, fields):
+    shape = MeshShape(**mesh)
+    if fields is None:
+        fields = {"remat": "nothing"}
+        kept = Run(shape, attention, family, **fields).resolved.kept
+        fields["remat_budget_gib"] = kept.budget("nothing", 1) / 2**30
     run = Run(shape, attention, family, **SETTINGS | fields)
     losses, (first, last) = train(run, COMPARED)
     wanted, (same_first, wanted_last) = on_one_device(family)
@@ -112,25 +93,16 @@ def test_ten_steps_on_a_mesh_are_those_of_one_device(family, attention, shape, f
     assert min(jax.tree.leaves(moved)) > 2e-3
 
 
-# Where gradients differ in their last bits, some numbers are rounded the other way.
-OPTIMIZERS = [
-    ("least", {}, RING, 2e-3),
-    ("adamw-bfloat16", {}, MeshShape(fsdp=2, ring=4), 1e-4),
-    ("adafactor", {}, CUBE, 1e-5),
-    ("muon", {}, CUBE, 1e-5),
-    ("muon-float8", {}, RING, 1e-3),
-    ("least", {"placement": "host_all"}, CUBE, 2e-3),
-]
-
-
 @slow
-@pytest.mark.parametrize(("kind", "more", "shape", "tolerance"), OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind, more, mesh, tolerance", table("models.txt", "optimizer")
+)
 def test_losses_of_lean_optimizers_on_a_mesh_are_those_of_one_device(
-    kind, more, shape, tolerance
+    kind, more, mesh, tolerance
 ):
     optimizer = KINDS[kind] | more
     fields = {f"optimizer__{name}": value for name, value in optimizer.items()}
-    losses, _ = train(Run(shape, "striped", **SETTINGS | fields), COMPARED)
+    losses, _ = train(Run(MeshShape(**mesh), "striped", **SETTINGS | fields), COMPARED)
     wanted, _ = on_one_device("llama", **fields)
     plain, _ = on_one_device("llama")
     np.testing.assert_allclose(losses, wanted, rtol=tolerance)

@@ -5,29 +5,19 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import base, models
 from models.flops import num_matrix_parameters, num_parameters, train_flops
+from models.memory import Execution
 from models.sizes import LanguageModelConfig, Lora
 from tasks import text
 from tasks.text import TextRun
+from tests.cases import table
 from tests.small_llama import partition_of
 from training.mesh import MeshShape
-
-BILLIONS = {
-    "1b": 1.244,
-    "3b": 3.426,
-    "7b": 6.738,
-    "13b": 13.016,
-    "30b": 32.529,
-    "65b": 65.286,
-    "llama3_8b": 8.030,
-    "qwen3_8b": 8.191,
-    "gemma3_12b": 11.766,
-}
-"""Published numbers of parameters."""
 
 GROUPED = LanguageModelConfig(
     vocab_size=50,
@@ -40,11 +30,26 @@ GROUPED = LanguageModelConfig(
 )
 
 
-@pytest.mark.parametrize("name", BILLIONS)
-def test_models_have_the_parameters_of_the_published_ones(name):
+@pytest.mark.parametrize("name, billions", table("models.txt", "billions"))
+def test_models_have_the_parameters_of_the_published_ones(name, billions):
     config = base.get_config()
     config.model.update(models.fields_of(name))
-    assert round(num_parameters(text.sizes(config)) / 1e9, 3) == BILLIONS[name]
+    assert round(num_parameters(text.sizes(config)) / 1e9, 3) == billions
+
+
+@pytest.mark.parametrize("changes, message", table("runs.txt", "sizes"))
+def test_sizes_that_make_no_model_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(GROUPED, **{"num_heads": 4, "num_kv_heads": 2} | changes)
+
+
+@pytest.mark.parametrize(
+    "remat, chunk, message",
+    [("most", 0, "remat='most' must be one of"), ("nothing", -1, "chunk=-1 must be")],
+)
+def test_impossible_executions_are_refused(remat, chunk, message):
+    with pytest.raises(ValueError, match=message):
+        Execution(jnp.dtype("float32"), remat, chunk)
 
 
 PARTS: tuple[dict[str, Any], ...] = (

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from models.layers import FeedForward
+from tests.cases import in_tiers
 from tests.families import FAMILIES
 from tests.small_llama import (
     BATCH_ROWS,
@@ -69,41 +70,10 @@ def test_loss_and_its_slopes_are_those_of_the_family_written_out(family, rng):
         assert error < 1e-3 * np.linalg.norm(gradient), path
 
 
-FAST = [
-    # Parameters are sharded over the ring alone: see Run.
-    ("striped", MeshShape(fsdp=2, ring=4)),
-    ("striped", MeshShape(fsdp=2, ring_outer=2, ring=2)),
-    ("zigzag", MeshShape(data=2, ring=2, tensor=2)),
-    # More devices than key/value heads.
-    ("striped", MeshShape(ring=1, ulysses=4)),
-]
-SLOW = [
-    # Half of a query head for each device.
-    ("striped", MeshShape(ring=1, ulysses=8)),
-    ("zigzag", MeshShape(fsdp=2, ring=2, ulysses=2)),
-    ("striped", MeshShape(ring=2, ulysses=2, tensor=2)),
-    ("ring", MeshShape(data=2, ring=2, tensor=2)),
-    ("zigzag", MeshShape(ring=4)),
-    ("ring", MeshShape(ring=2)),
-    ("zigzag", MeshShape(ring=2)),
-    ("striped", MeshShape(ring=2)),
-    ("ring", MeshShape(ring=4)),
-    ("striped", MeshShape(ring=4)),
-    ("striped", MeshShape(tensor=2)),
-    ("striped", MeshShape(fsdp=2)),
-    ("striped", MeshShape(data=2)),
-    ("striped", MeshShape(fsdp=2, ring=2, tensor=2)),
-]
-
-
 @pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize(
-    "attention, shape",
-    [*FAST, *(pytest.param(*case, marks=slow) for case in SLOW)],
-    ids=str,
-)
-def test_every_mesh_gives_the_loss_and_gradients_of_one_device(attention, shape):
-    assert_same(run_on(shape, attention).answer(), expected(), 1e-5)
+@pytest.mark.parametrize("attention, mesh", in_tiers("models.txt", "mesh"), ids=str)
+def test_every_mesh_gives_the_loss_and_gradients_of_one_device(attention, mesh):
+    assert_same(run_on(MeshShape(**mesh), attention).answer(), expected(), 1e-5)
 
 
 def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():

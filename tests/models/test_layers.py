@@ -1,4 +1,4 @@
-"""Layers in loops over stacked parameters, which may be in the memory of the host."""
+"""Layers in loops over stacked parameters, on the host too, and adapters' gradients."""
 
 import re
 from typing import Any
@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.adapters import multiply
 from models.layers import through_stack
 from models.memory import Execution
+from models.sizes import Lora
 from tests.small_llama import assert_same
+from tools.lib.compiled.pods import aot_pod
 
 FLOAT = jnp.dtype("float32")
 
@@ -120,3 +124,33 @@ def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
     got = jax.jit(jax.grad(lambda p: jnp.square(in_loops(p)).sum()))(parameters)
     (got,), (want,) = jax.tree.leaves(got), jax.tree.leaves(by_hand(parameters))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+NAMES = "query", "key", "value"
+TOKENS, INPUTS, OUTPUTS, RANK = 8192, 2048, 512, 16
+
+
+@pytest.mark.thorough
+def test_terms_of_an_inputs_gradient_are_summed_one_by_one():
+    """Compiled for a GPU, where a sum of all six would hold them all."""
+    mesh = Mesh(np.array(aot_pod("h200:1x1x1").devices).reshape(1), ("ring",))
+
+    def array(*shape: int, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    weights = {}
+    for name in NAMES:
+        weights[name] = array(INPUTS, OUTPUTS, dtype=jnp.bfloat16)
+        weights[f"{name}_a"] = array(RANK, INPUTS)
+        weights[f"{name}_b"] = array(RANK, OUTPUTS)
+
+    def loss(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        x, lora = jnp.tanh(x), Lora(RANK)
+        products = (multiply(x, weights, name, lora) for name in NAMES)
+        return sum(jnp.sin(y).astype(jnp.float32).sum() for y in products)
+
+    x = array(TOKENS, INPUTS, dtype=jnp.bfloat16)
+    compiled = jax.jit(jax.grad(loss)).lower(x, weights).compile()
+    taken = compiled.memory_analysis().temp_size_in_bytes
+    assert 2 < taken / (TOKENS * INPUTS * 2) < 4  # x itself, and two terms at a time

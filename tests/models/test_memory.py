@@ -16,85 +16,26 @@ from models.memory import (
     Execution,
     Kept,
     choose_chunk,
-    scan_chunks,
 )
 from models.sizes import DecoderConfig
 from tasks.text import TextRun
+from tests.cases import table
 from tests.small_llama import BATCH_ROWS, LENGTH, Run, assert_same, rows
 from training.mesh import MeshShape
 
-TOKENS = 13
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 13, 100])
-def test_chunks_give_what_the_whole_gives_with_its_gradients(chunk, rng):
-    shapes = (TOKENS, 2, 5), (5, 7), (TOKENS, 7)
-    x, w, ahead = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
-    numbers = jnp.arange(TOKENS, dtype=jnp.int32)
-
-    def mapped(tokens, w):
-        x, numbers = tokens
-        return jnp.tanh(x.sum(axis=1) @ w) * (numbers % 3)[:, None].astype(x.dtype)
-
-    def whole(x, w):
-        return (ahead * mapped((x, numbers), w)).sum(), mapped((x, numbers), w)
-
-    def chunked(x, w):
-        y = scan_chunks(lambda part: mapped(part, w), (x, numbers), chunk)
-        return (ahead * y).sum(), y
-
-    found = (
-        jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(x, w)
-        for f in (chunked, whole)
-    )
-    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_gradient_holds_one_chunk_of_the_wide_values():
-    tokens, narrow, wide = 2048, 8, 1024
-
-    def loss(x, w, chunk):
-        y = scan_chunks(lambda part: jnp.tanh(part @ w) @ w.T, x, chunk)
-        return jnp.square(y).sum()
-
-    def temporary_bytes(chunk):
-        gradient = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
-        lowered = gradient.lower(
-            jnp.ones((tokens, narrow)), jnp.ones((narrow, wide)), chunk
-        )
-        return lowered.compile().memory_analysis().temp_size_in_bytes
-
-    all_wide = 4 * tokens * wide
-    assert temporary_bytes(tokens) >= all_wide
-    assert temporary_bytes(64) < all_wide / 8
-
-
-V5E = Device(16 * 2**30, 197e12 / 819e9)
-V6E = Device(32 * 2**30, 918e12 / 1638e9)
-LOGITS, WIDE = 8 * 128_256, 6 * 2 * 14_336
-"""Bytes of a token of LLaMA 3 8B, with gradients: logits, and the feed-forward's."""
+DEVICES = {
+    "v5e": Device(16 * 2**30, 197e12 / 819e9),
+    "v6e": Device(32 * 2**30, 918e12 / 1638e9),
+    None: None,
+}
+BYTES = {"logits": 8 * 128_256, "wide": 6 * 2 * 14_336}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "token_bytes", "device", "chunk"),
-    [
-        (16_384, LOGITS, V6E, 2048),  # as many as a sixteenth of 32 GiB holds
-        (16_384, WIDE, V6E, 8192),  # more would save little
-        (16_384, WIDE, V5E, 4096),
-        (2**20, WIDE, V6E, 8192),
-        (1500, WIDE, V6E, 1500),
-        (16_384, LOGITS, V5E, 1024),
-        (3 * 4096, WIDE, V5E, 4096),
-        (5 * 2000, WIDE, V5E, 2500),  # divides; 4096 would have padding
-        (9973, WIDE, V5E, 4096),  # a prime
-        (16_384, LOGITS, None, 1024),
-        (100, LOGITS, None, 100),
-        (0, LOGITS, V5E, 1),
-    ],
+    "tokens, of_token, device, chunk", table("models.txt", "chunk")
 )
-def test_chunks_are_chosen_by_traffic_and_memory(tokens, token_bytes, device, chunk):
-    assert choose_chunk(tokens, token_bytes, device) == chunk
+def test_chunks_are_chosen_by_traffic_and_memory(tokens, of_token, device, chunk):
+    assert choose_chunk(tokens, BYTES[of_token], DEVICES[device]) == chunk
 
 
 SIZES = DecoderConfig(
@@ -126,37 +67,9 @@ def test_policies_keep_inputs_results_and_products():
         assert kept == [100 * 64 * 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "found"),
-    [
-        ("nothing", 0, [("nothing", 6)]),
-        ("nothing", RESULT - 1, [("nothing", 6)]),
-        ("nothing", RESULT, [("nothing", 5), ("attention", 1)]),
-        ("nothing", 6 * RESULT - 1, [("nothing", 1), ("attention", 5)]),
-        ("nothing", 6 * RESULT, [("attention", 6)]),
-        ("nothing", 6 * RESULT + PRODUCTS, [("attention", 5), ("products", 1)]),
-        ("attention", 2.9 * PRODUCTS, [("attention", 4), ("products", 2)]),
-        ("attention", 6 * PRODUCTS, [("products", 6)]),
-        ("attention", 2**60, [("products", 6)]),
-        ("products", 2**60, [("products", 6)]),
-        ("tail", RESULT, [("tail", 4), ("attention", 2)]),
-        ("offload", 0, [("offload", 6)]),
-    ],
-)
+@pytest.mark.parametrize("policy, budget, found", table("models.txt", "climb"))
 def test_layers_climb_one_by_one_within_the_budget(policy, budget, found):
-    assert KEPT.climb(policy, budget) == found
-
-
-@pytest.mark.parametrize("policy", ["nothing", "tail", "attention"])
-def test_a_budget_of_so_many_steps_lets_them_climb(policy):
-    layers, rungs = SIZES.num_layers, KEPT.rungs(policy)
-    assert KEPT.budget(policy, 0) == 0
-    for steps in range(1, layers * len(rungs) + 1):
-        climbed = KEPT.climb(policy, float(f"{KEPT.budget(policy, steps):.4g}"))
-        kept = sum(count * KEPT.of_layer(p) for p, count in climbed)
-        whole, rest = divmod(steps, layers)
-        more = layers * sum(rungs[:whole]) + (rest and rest * rungs[whole])
-        assert kept == layers * KEPT.of_layer(policy) + more
+    assert KEPT.climb(policy, np.dot(budget, (RESULT, PRODUCTS, 1))) == found
 
 
 def run_with_budget(steps: int, **fields: Any) -> Run:

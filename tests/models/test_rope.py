@@ -1,13 +1,12 @@
 """Rotary positions against float64, and frequencies against published ones."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.rope import RopeScaling, rotate, rotations
+from tests.cases import table
 
 ANGLE_ERROR = 1e-5
 """Radians that an angle may be off at any position below 2³⁰."""
@@ -95,28 +94,10 @@ def test_angles_are_exact_at_any_position(name, head_dim, theta, rng):
     assert angle_errors(rotation, exact[:, :, None]) < ANGLE_ERROR
 
 
-NO_ORIGINAL = "original_max_position_embeddings=0 must be at least 1"
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"rope_type": "dynamic"}, "rope_type='dynamic' must be one of none, linear"),
-        ({"factor": 2.0}, "factor=2.0 of rope_type='none' must be"),
-        ({"rope_type": "linear", "factor": 0.5}, "factor=0.5 .* at least 1"),
-        ({"rope_type": "ntk", "factor": math.nan}, "factor=nan .* at least 1"),
-        ({"rope_type": "yarn", "factor": 2.0}, NO_ORIGINAL),
-        ({"rope_type": "llama3", "factor": 2.0}, NO_ORIGINAL),
-        ({"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be above 0 and below"),
-        ({"beta_slow": 32.0}, "beta_slow=32.0 must be above 0 and below"),
-        ({"attention_factor": -1.0}, "attention_factor=-1.0 must be above 0, or 0"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", table("models.txt", "scaling"))
 def test_scalings_without_a_meaning_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**fields)
-
-
-def test_ntk_of_a_single_pair_is_refused():
+    # A single pair has no base.
     with pytest.raises(ValueError, match="head_dim=2 above 2"):
         rotations(jnp.zeros((1, 4), jnp.int32), 2, THETA, RopeScaling("ntk", 2.0))
