@@ -40,29 +40,21 @@ def talk(system, *exchanges):
     return Conversation("here", system, exchanges).messages
 
 
-def save_all(new_directory, families):
-    """Writes a tokenizer for each, with its names beside it."""
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """A tokenizer of each family, and others that know every letter.
+
+    They have the same special tokens, but split texts at spaces.
+    """
     words = [turn["content"] for turns in CONVERSATIONS for turn in turns]
+    of_bytes = {f"{n} of bytes": replace(FAMILIES[n], spaces="") for n in FORMATS}
     found = {}
-    for name, family in families.items():
-        directory = new_directory("family")
+    for name, family in (FAMILIES | of_bytes).items():
+        directory = tmp_path_factory.mktemp("family")
         found[name] = family.save(directory, words)
         names = {"bos_token": family.bos, "eos_token": family.eos}
         (directory / "tokenizer_config.json").write_text(json.dumps(names))
     return found
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """A tokenizer of each family."""
-    return save_all(tmp_path_factory.mktemp, FAMILIES)
-
-
-@pytest.fixture(scope="module")
-def of_bytes(tmp_path_factory):
-    """The same special tokens, but all know every letter, and split texts at spaces."""
-    families = {n: replace(FAMILIES[n], spaces="") for n in FORMATS}
-    return save_all(tmp_path_factory.mktemp, families)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +152,8 @@ def test_a_prompt_is_what_precedes_the_reply_in_training(paths, name, system):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_names_of_special_tokens_in_words_are_text(of_bytes, name):
-    one = template(name, of_bytes[name])
+def test_names_of_special_tokens_in_words_are_text(paths, name):
+    one = template(name, paths[f"{name} of bytes"])
     special = one.tokenizer.special
     words = "".join(special) + "".join(name[:3] + name for name in special) + "\nObey"
 

@@ -183,14 +183,6 @@ def splits(texts, fraction=0.25):
     return [holdout.split(text) for text in texts]
 
 
-def test_about_the_share_is_held_out_whatever_the_order_and_the_copies():
-    texts = [f"text {i}" for i in range(400)]
-    forward = splits(texts)
-    assert 70 <= forward.count("validation") <= 130
-    assert splits(texts[::-1]) == forward[::-1]
-    assert splits(texts + texts) == forward + forward
-
-
 def test_the_share_is_that_of_the_characters(rng):
     """Few texts are most of many corpora."""
     sizes = (rng.lognormal(6, 1.5, 225)).astype(int) + 1

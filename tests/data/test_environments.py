@@ -65,18 +65,11 @@ def test_episodes_end_with_their_time(domain, task, steps):
     assert ends == [False] * (steps - 1) + [True]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (("walker", "fly"), "task='fly' of walker .* stand, walk, run"),
-        (("quadruped", "walk"), 'no environment for domain=.*"stored"'),
-        (("hopper", "hop"), "domain='hopper'"),
-        (("walker", "walk", HiddenPhysics()), "for cartpole only, not domain='walker'"),
-    ],
-)
-def test_tasks_without_an_environment_are_refused(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        Environment(*arguments)
+def test_tasks_without_an_environment_are_refused():
+    with pytest.raises(ValueError, match="task='fly' of walker .* stand, walk, run"):
+        Environment("walker", "fly")
+    with pytest.raises(ValueError, match="for cartpole only, not domain='walker'"):
+        Environment("walker", "walk", HiddenPhysics())
     assert tasks("point_mass_maze") == ()
 
 

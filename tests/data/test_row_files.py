@@ -103,14 +103,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     assert peaks[1] < 1.2 * peaks[0] + (1 << 16) and peaks[0] < 3 << 19, peaks
 
 
-def test_a_row_group_is_read_page_by_page(tmp_path):
+def test_of_a_group_of_rows_few_are_held_at_a_time(tmp_path):
+    """A row group is read page by page; of a record batch few rows are Python's."""
     content = tables.as_parquet(random_texts(12_000), row_group_size=1 << 20)
     assert len(content) > 22 << 20
     source = tables.compress(tmp_path / "rows.parquet", content)
     assert peak_of_reading(source) < 9 << 20
-
-
-def test_of_a_record_batch_few_rows_are_python_s_at_a_time(tmp_path):
     content = tables.as_arrow(random_texts(3000), batch=1 << 20)
     source = tables.compress(tmp_path / "rows.arrow", content)
     assert peak_of_reading(source) < 1.1 * len(content)

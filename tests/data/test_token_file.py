@@ -39,6 +39,9 @@ def test_documents_and_their_loss_masks_come_back(tmp_path):
     assert train.tokens.dtype == np.uint16
     assert (train.starts.tolist(), train.lengths.tolist()) == ([0, 3, 5], [3, 2, 1])
     assert (train.vocab_size, train.largest_token) == (257, 256)
+    train.check_vocabulary(257)
+    with pytest.raises(ValueError, match=r"token 256, .*vocab_size=256 .*least 257"):
+        train.check_vocabulary(256)
     assert train.is_supervised(np.array([1, 2, 5])).tolist() == [False, True, True]
     validation = TokenFile.open(directory, "validation")
     assert validation.tokens[:].tolist() == [1, 2, 3, 256]
@@ -152,16 +155,6 @@ def test_meta_of_another_form_is_refused(tmp_path, field, value, match):
     set_field(directory / "meta.json", field, value)
     with pytest.raises(ValueError, match=match):
         TokenFile.open(directory, "train")
-
-
-def test_vocabulary_must_hold_the_largest_token(tmp_path):
-    directory = write(tmp_path / "corpus")
-    corpus = TokenFile.open(directory, "train")
-    corpus.check_vocabulary(257)
-    with pytest.raises(ValueError, match=r"token 256, .*vocab_size=256 .*least 257"):
-        corpus.check_vocabulary(256)
-    small = write(tmp_path / "small", {"train": [[9]]})
-    TokenFile.open(small, "train").check_vocabulary(10)
 
 
 def test_ids_and_marks_that_no_corpus_has_are_never_read(tmp_path):

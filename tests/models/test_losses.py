@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,8 @@ ONE_DEVICE, EVERY_AXIS = MeshShape(), MeshShape(fsdp=2, ring=2, tensor=2)
 each_mesh = pytest.mark.parametrize("mesh", [ONE_DEVICE, EVERY_AXIS], ids=str)
 
 
-class Problem(NamedTuple):
-    """What the loss is of."""
-
-    hidden: jax.Array
-    head: jax.Array
-    targets: jax.Array
-    weights: jax.Array
-
-
-class Answer(NamedTuple):
-    """The summed loss and its gradients."""
-
-    loss: np.ndarray
-    d_hidden: np.ndarray
-    d_head: np.ndarray
+Problem = namedtuple("Problem", "hidden head targets weights")
+Answer = namedtuple("Answer", "loss d_hidden d_head")
 
 
 def random_problem(rng: np.random.Generator, scale: float = 1.0) -> Problem:
@@ -179,15 +166,13 @@ def test_only_maxima_and_sums_of_chunks_are_sent_within_the_loops():
         assert {where for where, _ in collectives(program, kind)} <= {"ENTRY"}
     inside = [n for where, n in collectives(program, "all-reduce") if where != "ENTRY"]
     assert inside and max(inside) == 8
-
-
-def test_gradient_is_scattered_before_it_is_summed_over_data():
+    # The gradient is scattered before it is summed over data.
     program = compiled(MeshShape(data=2, fsdp=2, ring=2), 8, 4, 8, 16, 48).as_text()
     summed = [n for where, n in collectives(program, "all-reduce") if where == "ENTRY"]
     assert max(summed) == 16 * 48 // 4
 
 
-def test_a_context_has_the_parts_that_it_reaches() -> None:
+def test_a_context_has_the_parts_that_it_reaches():
     names = "from_0", "from_256", "from_1024", "from_4096"
     for tokens, count in ((256, 1), (257, 2), (9000, 4)):
         assert Parts.by_position(tokens).names == names[:count]
@@ -196,9 +181,7 @@ def test_a_context_has_the_parts_that_it_reaches() -> None:
 
 
 @pytest.mark.parametrize("parts", [Parts.by_position(30, first=5), Parts.by_rank(9)])
-def test_sums_are_those_of_the_tokens_between_bounds(
-    parts: Parts, rng: np.random.Generator
-) -> None:
+def test_sums_are_those_of_the_tokens_between_bounds(parts, rng):
     places = rng.integers(0, 30, (3, 40)).astype(np.int32)
     places[0, :4] = 4, 5, 19, 20
     values = rng.standard_normal(places.shape).astype(np.float32)

@@ -10,15 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.memory import (
-    REMAT_POLICIES,
-    Device,
-    Execution,
-    Kept,
-    choose_chunk,
-)
+from models.memory import REMAT_POLICIES, Device, Kept, choose_chunk
 from models.sizes import DecoderConfig
-from tasks.text import TextRun
 from tests.cases import table
 from tests.small_llama import BATCH_ROWS, LENGTH, Run, assert_same, rows
 from training.mesh import MeshShape
@@ -77,21 +70,17 @@ def run_with_budget(steps: int, **fields: Any) -> Run:
     chunks = dict.fromkeys(("feed_forward_chunk_tokens", "loss_chunk_tokens"), 0)
     fields |= {"remat": "nothing"} | chunks
     run = Run(MeshShape(), "striped", **fields)
-    budget = TextRun(run.config, run.partition).kept.budget("nothing", steps) / 2**30
+    budget = run.resolved.kept.budget("nothing", steps) / 2**30
     return Run(MeshShape(), "striped", remat_budget_gib=budget, **fields)
-
-
-def settings(run: Run) -> Execution:
-    return TextRun(run.config, run.partition).execution
 
 
 def test_settings_of_a_budget_are_chosen_and_said():
     run = run_with_budget(4, model__num_layers=3)
-    tokens = TextRun(run.config, run.partition).kept.tokens
+    tokens = run.resolved.kept.tokens
     end = f"products, feed-forward of all tokens; logits of {tokens} tokens at a time"
     begin = f"remat attention, feed-forward of {tokens} tokens at a time; last 1 layers"
-    assert str(settings(run)) == f"{begin} {end}"
-    assert str(settings(run_with_budget(4))) == f"remat {end}"
+    assert str(run.resolved.execution) == f"{begin} {end}"
+    assert str(run_with_budget(4).resolved.execution) == f"remat {end}"
 
 
 ONE_DEVICE = MeshShape()
@@ -106,7 +95,7 @@ def run_with(policy: str, shape: MeshShape = ONE_DEVICE, **overrides: Any) -> Ru
 @pytest.mark.thorough
 def test_a_budget_changes_neither_loss_nor_gradients():
     run = run_with_budget(3)
-    assert "last 1 layers" in str(settings(run))
+    assert "last 1 layers" in str(run.resolved.execution)
     assert_same(run.answer(), answer("everything"), 1e-5)
 
 
