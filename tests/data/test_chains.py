@@ -74,20 +74,6 @@ def test_values_of_a_chain_made_by_hand(tmp_path):
     assert last.loss_weights.tolist() == [0] * 6 + [1] * 3 + [0] * 3
 
 
-def test_target_is_that_of_the_chain_not_of_the_file(tmp_path):
-    rewards = [1.0, 1], [0.5, -1.5], [0, 0.25], [3, 4]
-    file = pack(tmp_path, [(each, None) for each in rewards])
-    chains, targets = Chains(file, np.array([0, 1, 2]), 2, seed=0), set()
-    for row in range(20):
-        chain, batch = chains.chain(row), read_row(chains, row)
-        best = file.returns[chain].max()
-        had = [value for e in chain for value in (0, rewards[e][0])]
-        assert batch.returns_to_go.tolist() == (best - np.array(had)).tolist()
-        assert batch.completions.tolist() == [0, 0, 0, 1]
-        targets.add(float(best))
-    assert targets == {2.0, 0.25}
-
-
 def test_chains_are_of_different_episodes_from_bad_to_good(file, tmp_path):
     chains = make_chains(file, 8)
     drawn = [chains.chain(row) for row in range(200)]

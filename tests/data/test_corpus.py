@@ -154,7 +154,7 @@ def test_any_tokenizer_makes_the_corpus(tmp_path):
         assert corpus.vocab_size == 70001
 
 
-def test_standard_library_is_prepared_once(tmp_path):
+def test_standard_library_is_prepared_once_and_takes_no_other_place(tmp_path):
     output = prepare_standard_library(tmp_path / "library")
     train, validation = (TokenFile.open(output, s) for s in ("train", "validation"))
     assert train.tokens.size > 3_000_000 and validation.tokens.size > 10_000
@@ -167,9 +167,6 @@ def test_standard_library_is_prepared_once(tmp_path):
     os.truncate(output / "train.tokens.bin", 100)
     with pytest.raises(ValueError, match=r"train\.tokens\.bin has 100 bytes"):
         prepare_standard_library(output)
-
-
-def test_standard_library_takes_no_other_place(tmp_path):
     occupied = fill(tmp_path / "occupied", {"thesis.tex": "years"})
     with pytest.raises(FileExistsError, match="occupied already exists and is left"):
         prepare_standard_library(occupied)

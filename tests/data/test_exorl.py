@@ -12,7 +12,7 @@ from data.agents.exorl import Selection, describe, pack
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
 from tests.cases import table
-from tests.episodes import made_up, made_up_buffer, rolled_out
+from tests.episodes import made_up_buffer, rolled_out
 
 STORED = Selection("stored")
 
@@ -209,13 +209,11 @@ def test_unknown_tasks_are_refused_before_files_are_read(
 
 
 def test_description_gives_returns_and_sizes(tmp_path):
-    folder = made_up_buffer(tmp_path / "data", "cartpole", []).directory / "buffer"
-    for number in range(11):
-        path = folder / f"episode_{number}_2.npz"
-        episode = made_up(path, "cartpole", 2)
+    buffer = made_up_buffer(tmp_path / "data", "cartpole", [2] * 11)
+    for number, path in enumerate(buffer.scan()):
+        episode = read_episode(path, "cartpole")
         episode.reward[1:] = number / 2
         write_episode(episode)
-    buffer = Buffer(tmp_path / "data", "cartpole", "made_up")
     text = describe(pack(buffer, "swingup", tmp_path / "cache", STORED))
     assert "11 episodes of 2 to 2 steps, 22 steps" in text
     quantiles = [float(value) for value in text.splitlines()[3].split()]

@@ -119,18 +119,14 @@ def test_rows_of_a_mixture_are_those_of_its_parts(plans):
 
 
 def test_corpora_of_unlike_tokenizers_are_refused(tmp_path):
-    names = ("<|endoftext|>", "<s>"), ("<|endoftext|>", "<s>", "more"), ("</s>", "<s>")
-    for number, specials in enumerate(names):
-        (tmp_path / f"t{number}").mkdir()
-        make_hugging_face(tmp_path / f"t{number}" / "tokenizer.json", specials)
     (tmp_path / "a.txt").write_text("some text")
-    made = {}
-    for name in "bytes", "t0", "t1", "t2", "t0":
-        spec = name if name == "bytes" else str(tmp_path / name)
-        output = tmp_path / f"{name}-{len(made)}"
+    specials = "<|endoftext|> <s>", "<|endoftext|> <s> more", "</s> <s>"
+    corpora = []
+    for number, names in enumerate(("", *specials, specials[0])):
+        path, output = tmp_path / f"{number}.json", tmp_path / f"{number}"
+        spec = str(make_hugging_face(path, names.split())) if names else "bytes"
         prepare([tmp_path / "a.txt"], output, open_tokenizer(spec))
-        made[output.name] = TokenFile.open(output, "train")
-    corpora = [*made.values()]
+        corpora.append(TokenFile.open(output, "train"))
     check_alike([corpora[1], corpora[4]])
     check_alike([corpora[0], corpora[0]])
     for one, other, what in (0, 1, "vocabulary"), (1, 2, "vocab"), (1, 3, "tokenizer"):

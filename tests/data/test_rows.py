@@ -261,21 +261,21 @@ def test_bad_batches_are_refused(corpus):
         iterate(batches, threads=3, buffered_steps=2)
 
 
+def stretched(directory, tokens):
+    """A corpus of so many tokens: sparse, and so without taking space."""
+    corpus = make_corpus(directory, [1, 2, 3]).directory
+    set_field(corpus / "meta.json", "splits.train.tokens", tokens)
+    os.truncate(corpus / "train.tokens.bin", 4 * tokens)
+    return TokenFile.open(corpus, "train")
+
+
 def test_huge_files_are_not_read_whole(tmp_path):
-    corpus = make_corpus(tmp_path, [1, 2, 3])
-    directory, size = corpus.directory, 3 << 30
-    set_field(directory / "meta.json", "splits.train.tokens", size)
-    set_field(directory / "meta.json", "splits.train.largest_token", 78)
-    with (directory / "train.tokens.bin").open("r+b") as file:
-        file.truncate(4 * size)  # sparse: takes no space
-        file.seek(4 * (size - 2))
-        file.write(np.array([77, 78], "<u4").tobytes())
     tracemalloc.start()
-    plan = PackedRows(TokenFile.open(directory, "train"), 1023)
+    plan = PackedRows(stretched(tmp_path, 3 << 30), 1023)
     row = plan.read(plan.rows - 1, np.arange(1023, dtype=np.int32))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert plan.rows * 1023 + 3 == size
+    assert plan.rows * 1023 + 3 == 3 << 30
     assert row.positions.tolist() == list(range(1023))
     assert peak < 1 << 20
 
@@ -284,11 +284,8 @@ def test_huge_files_are_not_read_whole(tmp_path):
 @pytest.mark.parametrize("mebi", [1, 16, 128])
 def test_a_host_sets_up_and_reads_its_part_of_a_row_alone(tmp_path, layout, mebi):
     """A row of up to 128 Mi tokens on a ring of 512, of which the host has 4 shards."""
-    corpus = make_corpus(tmp_path, [1, 2, 3])
-    directory, length = corpus.directory, mebi << 20
-    set_field(directory / "meta.json", "splits.train.tokens", length + 1)
-    os.truncate(directory / "train.tokens.bin", 4 * (length + 1))
-    plan = PackedRows(TokenFile.open(directory, "train"), length)
+    length = mebi << 20
+    plan = PackedRows(stretched(tmp_path, length + 1), length)
     shard = length // 512
     blocks = [Block((0, 1), (d * shard, (d + 1) * shard)) for d in range(508, 512)]
     tracemalloc.start()

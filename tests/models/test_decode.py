@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 import jax
@@ -187,19 +187,14 @@ def test_a_prompt_that_begins_as_what_is_held_goes_on_from_it(
         got = follow(after, 3, held)
         np.testing.assert_array_equal(got, follow(after, 3, None))
         lengths = [len(prompt) for prompt in after]
-        pairs = zip(after, before, strict=True)
-        new = [len(prompt) - shared(prompt[:-1], row) for prompt, row in pairs]
+        pairs = [(p.tolist(), r.tolist()) for p, r in zip(after, before, strict=True)]
+        new = [len(p) - len(commonprefix([p[:-1], row])) for p, row in pairs]
         if counter.reads["prefill"]:  # rows that differ had taken too many slots
             assert turn >= 3 and counter.total("prefill") == lengths
             new = [0, 0]
         assert counter.total("step") == [count + 2 for count in new]
         for prompt, row, drawn in zip(after, held.tokens, got.T, strict=True):
             assert row == [*prompt, *drawn[:2]]
-
-
-def shared(a: np.ndarray, b: np.ndarray) -> int:
-    pairs = zip(a.tolist(), b.tolist(), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @pytest.mark.thorough

@@ -43,13 +43,10 @@ def test_sizes_that_make_no_model_are_refused(changes, message):
         dataclasses.replace(GROUPED, **{"num_heads": 4, "num_kv_heads": 2} | changes)
 
 
-@pytest.mark.parametrize(
-    "remat, chunk, message",
-    [("most", 0, "remat='most' must be one of"), ("nothing", -1, "chunk=-1 must be")],
-)
-def test_impossible_executions_are_refused(remat, chunk, message):
-    with pytest.raises(ValueError, match=message):
-        Execution(jnp.dtype("float32"), remat, chunk)
+def test_impossible_executions_are_refused():
+    for remat, chunk, said in ("most", 0, "remat='most' must"), ("nothing", -1, "=-1"):
+        with pytest.raises(ValueError, match=said):
+            Execution(jnp.dtype("float32"), remat, chunk)
 
 
 PARTS: tuple[dict[str, Any], ...] = (

@@ -32,10 +32,6 @@ def one_device(family: str = "llama") -> Run:
     return run_on(MeshShape(), "vanilla", family)
 
 
-def parameters(family: str = "llama") -> Any:
-    return jax.device_get(one_device(family).parameters)
-
-
 @functools.cache
 def expected(family: str = "llama") -> tuple[np.ndarray, Any]:
     """Loss and gradients on one device, with all scores."""
@@ -53,7 +49,8 @@ def expected(family: str = "llama") -> tuple[np.ndarray, Any]:
 def test_loss_and_its_slopes_are_those_of_the_family_written_out(family, rng):
     """A slope along each parameter alone."""
     loss, gradients = expected(family)
-    sizes, start, step = one_device(family).model.config, parameters(family), 1e-5
+    run, step = one_device(family), 1e-5
+    sizes, start = run.model.config, jax.device_get(run.parameters)
     leaves, tree = jax.tree.flatten(start)
     assert loss == pytest.approx(WrittenOut(sizes, start)(rows())[1], rel=1e-5)
     named = jax.tree_util.tree_leaves_with_path(gradients)
