@@ -22,16 +22,11 @@ def pack(directory, episodes):
     return TrajectoryFile.open(directory / "run")
 
 
-def of_lengths(directory, lengths):
-    """Episodes of random rewards, of one world."""
-    rng = np.random.default_rng(0)
-    return pack(directory, [(rng.uniform(size=n), None) for n in lengths])
-
-
 @pytest.fixture
 def file(tmp_path):
     """Thirty episodes of 6 steps."""
-    return of_lengths(tmp_path, [6] * 30)
+    rewards = np.random.default_rng(0).uniform(size=(30, 6))
+    return pack(tmp_path, [(each, None) for each in rewards])
 
 
 @pytest.fixture
@@ -51,27 +46,31 @@ def read_row(chains, row=0):
 
 
 def test_values_of_a_chain_made_by_hand(tmp_path):
-    rewards = [0.5, 1.0, 0.5], [0, 0, 0.25], [1, 0, 1]
+    rewards = [0.5, 1.0, 0.5], [0, 0.25], [1, 0, 1, 0]
     file = pack(tmp_path, [(each, None) for each in rewards])
     batch = read_row(make_chains(file, multiple=4))
     # Returns 2, 0.25 and 2: the second episode first, then the equal ones in order.
     wanted = {
-        "returns_to_go": [2, 2, 2, 2, 1.5, 0.5, 2, 1, 1, 0, 0, 0],
-        "rewards": [0, 0, 0.25, 0.5, 1, 0.5, 1, 0, 1, 0, 0, 0],
-        "completions": [0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0],
-        "timesteps": [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0],
-        "ranks": [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0],
+        "returns_to_go": [2, 2, 2, 1.5, 0.5, 2, 1, 1, 0, 0, 0, 0],
+        "rewards": [0, 0.25, 0.5, 1, 0.5, 1, 0, 1, 0, 0, 0, 0],
+        "completions": [0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0],
+        "timesteps": [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 0, 0],
+        "ranks": [0, 0, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0],
         "positions": list(range(12)),
         "loss_weights": [1] * 9 + [0] * 3,
     }
     assert {name: getattr(batch, name).tolist() for name in wanted} == wanted
-    steps = np.array([3, 4, 5, 0, 1, 2, 6, 7, 8])
+    steps = np.array([3, 4, 0, 1, 2, 5, 6, 7, 8])
     np.testing.assert_allclose(batch.actions[:9, 0], steps / 100, rtol=1e-6)
     standard = (steps - 4) / np.std(np.arange(9))
     np.testing.assert_allclose(batch.observations[:9, 0], standard, rtol=1e-5)
     assert not batch.observations[9:].any() and not batch.actions[9:].any()
     last = read_row(make_chains(file, multiple=4, loss_on="last"))
-    assert last.loss_weights.tolist() == [0] * 6 + [1] * 3 + [0] * 3
+    assert last.loss_weights.tolist() == [0] * 5 + [1] * 4 + [0] * 3
+    # All rows are as long as the longest episodes need.
+    some = make_chains(file, 2, multiple=4)
+    sizes = {int(read_row(some, row).loss_weights.sum()) for row in range(20)}
+    assert (some.length, sizes) == (8, {5, 6, 7})
 
 
 def test_chains_are_of_different_episodes_from_bad_to_good(file, tmp_path):
@@ -101,24 +100,6 @@ def test_drawn_chains_are_in_no_order(file):
     assert batch.returns_to_go[0] == np.float32(file.returns[chain].max())
     best = int(np.argmax(file.returns[chain]))
     assert np.flatnonzero(batch.completions).tolist() == [6 * best + 5]
-
-
-def test_episodes_of_different_lengths_are_padded_at_the_end(tmp_path):
-    file = of_lengths(tmp_path, [2, 5, 3, 4])
-    chains = make_chains(file, 3, multiple=4)
-    assert chains.length == 16
-    for row in range(6):
-        chain, batch = chains.chain(row), read_row(chains, row)
-        lengths = file.lengths[chain]
-        total = lengths.sum()
-        assert batch.loss_weights.tolist() == [1] * total + [0] * (16 - total)
-        np.testing.assert_array_equal(batch.ranks[:total], np.repeat(range(3), lengths))
-        timesteps = np.concatenate([np.arange(length) for length in lengths])
-        np.testing.assert_array_equal(batch.timesteps[:total], timesteps)
-        parts = [file.steps[:][slice(*file.offsets[e : e + 2])] for e in chain]
-        steps = np.concatenate(parts)
-        np.testing.assert_array_equal(batch.actions[:total], steps[:, 1:2])
-        assert batch.completions.nonzero()[0].tolist() == [total - 1]
 
 
 def test_a_twentieth_is_held_out_one_at_least_and_never_all():

@@ -73,6 +73,11 @@ def test_a_turn_that_is_cut_is_supervised_as_far_as_it_goes():
     assert shown(document)[0] == full
     # Where no reply begins, there is nothing to learn.
     opening = len("S USER: q ASSISTANT:")
+    for wrong in (1, "truncate"), (9, "drop"):
+        with pytest.raises(
+            ValueError, match="=1 must be at least 2|'drop' must be one"
+        ):
+            encoder(*wrong)
     lost = BadRow("here", "no reply within the context")
     assert encoder(opening).encode([conversation]) == [lost]
     assert len(encoder(opening + 1).encode([conversation])[0]) == 1
@@ -189,13 +194,6 @@ def test_what_is_cut_off_is_counted(tmp_path, too_long, cut, more):
     why = f"{len(cut) - 45} tokens lost: 1, longer than 45 tokens ({more}"
     assert f"\ncut, {why}" in said("out", 45)
     assert "tokens lost" not in said("whole", 1000)
-
-
-def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="context_tokens=1 must be at least 2"):
-        encoder(1)
-    with pytest.raises(ValueError, match="'drop' must be one of truncate, split"):
-        encoder(9, "drop")
 
 
 def test_a_template_that_drops_the_system_s_words_says_so(tmp_path):

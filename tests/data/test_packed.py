@@ -231,11 +231,11 @@ def test_files_that_are_described_wrong_are_refused(tmp_path, files, match):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shape"),
-    [([7, 7, 7], (3, 7, 6)), ([4, 9, 1], (14, 6)), ([5], (1, 5, 6))],
+    "lengths, shape", [([7, 7], (2, 7, 6)), ([40, 9, 1], (50, 6)), ([5], (1, 5, 6))]
 )
 def test_episodes_come_back(tmp_path, lengths, shape):
-    episodes = some_episodes(lengths)
+    # Far from 0 and close together, where the difference of squares has no digits left.
+    episodes = [(o + np.float32(1e4), a, r) for o, a, r in some_episodes(lengths)]
     directory = write_episodes(tmp_path / "run", episodes, {"task": "run"})
     assert np.load(directory / "steps.npy").shape == shape
     file = TrajectoryFile.open(directory)
@@ -248,15 +248,9 @@ def test_episodes_come_back(tmp_path, lengths, shape):
     np.testing.assert_array_equal(file.steps[:], expected)
     returns = [reward.sum(dtype=np.float64) for *_, reward in episodes]
     np.testing.assert_allclose(file.returns, returns, rtol=1e-12)
-
-
-def test_observations_are_described_over_all_steps(tmp_path):
-    # Far from 0 and close together, where the difference of squares has no digits left.
-    episodes = [(o + 1e4, a, r) for o, a, r in some_episodes([50, 3, 200])]
-    file = TrajectoryFile.open(write_episodes(tmp_path / "run", episodes))
-    observations = np.concatenate([o for o, *_ in episodes]).astype(np.float64)
-    np.testing.assert_allclose(file.observation_mean, observations.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(file.observation_std, observations.std(0), rtol=1e-6)
+    seen = expected[:, :3].astype(np.float64)
+    np.testing.assert_allclose(file.observation_mean, seen.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(file.observation_std, seen.std(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("shapes, match", table("data.txt", "shapes"))

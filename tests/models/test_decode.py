@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
@@ -142,15 +141,13 @@ class Counter:
 
     def __init__(self, one: Generator):
         self.reads = {"prefill": [], "step": []}
-        counted = {name: self._counting(one, name) for name in self.reads}
+
+        def counting(name: str, parameters: Any, cache: Any, tokens: Any, *rest: Any):
+            self.reads[name].append((np.asarray(rest[0]) != EMPTY).sum(axis=1).tolist())
+            return getattr(one, name)(parameters, cache, tokens, *rest)
+
+        counted = {name: functools.partial(counting, name) for name in self.reads}
         self.generator = replace(one, **counted)
-
-    def _counting(self, one: Generator, name: str) -> Callable:
-        def program(parameters, cache, tokens, index, seed):
-            self.reads[name].append((np.asarray(index) != EMPTY).sum(axis=1).tolist())
-            return getattr(one, name)(parameters, cache, tokens, index, seed)
-
-        return program
 
     def total(self, name: str) -> list[int]:
         """Tokens of each row since the last time."""

@@ -97,15 +97,7 @@ def test_parameters_are_gathered_once_a_pass_and_nothing_else_is():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "family, remat",
-    [
-        ("gpt_oss", "nothing"),  # biases and sinks are shared out too
-        pytest.param("gpt_oss", "attention", marks=slow),
-        pytest.param("llama", "nothing", marks=slow),
-        pytest.param("llama", "attention", marks=slow),
-    ],
-)
+@pytest.mark.parametrize("family, remat", in_tiers("models.txt", "parts"))
 def test_heads_in_parts_give_the_same_and_never_are_all_there(family, remat):
     """Every part has a share of each device's heads; in layers of one kind."""
     shape, fields = MeshShape(tensor=2), {"family": family, "remat": remat}

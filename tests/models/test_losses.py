@@ -96,10 +96,7 @@ def test_logits_of_ten_thousand_neither_overflow_nor_lose_the_loss(mesh, rng):
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunks", [1, 64])
 def test_heads_gradient_in_bfloat16_is_as_exact_in_many_chunks_as_in_one(chunks, rng):
-    """Its sum over the chunks is in float32: in bfloat16 it would lose the last ones.
-
-    Against a head that is rounded as the loss rounds it.
-    """
+    """Its sum over chunks is in float32: in bfloat16 it would lose the last ones."""
     tokens, vocab = 2048, 64
     problem = Problem(
         jnp.asarray(rng.standard_normal((1, tokens, EMBED)), jnp.bfloat16),
@@ -109,6 +106,7 @@ def test_heads_gradient_in_bfloat16_is_as_exact_in_many_chunks_as_in_one(chunks,
     )
     answer = answer_of(problem, ONE_DEVICE, tokens // chunks)
     assert answer.d_head.dtype == jnp.float32
+    # As the loss rounds it.
     rounded = problem.head.astype(jnp.bfloat16)
     assert_answers(answer, oracle(problem._replace(head=rounded)), 4e-3)
 
