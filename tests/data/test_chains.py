@@ -67,7 +67,7 @@ def test_values_of_a_chain_made_by_hand(tmp_path):
     assert not batch.observations[9:].any() and not batch.actions[9:].any()
     last = read_row(make_chains(file, multiple=4, loss_on="last"))
     assert last.loss_weights.tolist() == [0] * 5 + [1] * 4 + [0] * 3
-    # All rows are as long as the longest episodes need.
+    # Rows have room for the longest episodes, and padding in its place.
     some = make_chains(file, 2, multiple=4)
     sizes = {int(read_row(some, row).loss_weights.sum()) for row in range(20)}
     assert (some.length, sizes) == (8, {5, 6, 7})

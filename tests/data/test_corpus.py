@@ -26,10 +26,6 @@ def fill(directory, texts):
     return directory
 
 
-def some_texts(count):
-    return {f"part{i % 3}/{i}.txt": f"text {i} " * (i + 1) for i in range(count)}
-
-
 def read(corpus, split):
     """Texts of a split, in order; each must have the tokens of its begin and end."""
     tokenizer = open_tokenizer(TokenFile.open(corpus, split).tokenizer)
@@ -60,7 +56,7 @@ def test_documents_come_in_the_order_of_their_names(tmp_path):
 
 
 def test_every_document_is_in_one_split_by_its_text_alone(tmp_path):
-    texts = list(some_texts(60).values())
+    texts = [f"text {i} " * (i + 1) for i in range(60)]
     fill(tmp_path / "a", {f"{i}.txt": text for i, text in enumerate(texts)})
     fill(tmp_path / "b", {f"x/{90 - i}.md": text for i, text in enumerate(texts)})
     lines = [json.dumps({"body": text}) for text in reversed(texts)]

@@ -7,10 +7,10 @@ import pytest
 from data.rows import PackedRows
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
-from data.text.tokenizer_files import read_begin, read_names, read_stop_tokens
 from tests.cases import table
 from tests.data import test_packed
 from tests.data.test_packed import overwrite
+from tests.data.test_tokenizer import make_hugging_face
 from tests.fuzzing import altered, fuzz, set_field
 
 DOCUMENTS = {"train": [[5, 6, 256], [7, 256], [8]], "validation": [[1, 2, 3, 256]]}
@@ -109,26 +109,19 @@ def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
 
 
 def test_corpus_keeps_its_tokenizer(tmp_path):
-    source = tmp_path / "some.json"
-    source.write_text('{"any": "content"}')
-    tokenizer = SimpleNamespace(
-        name="huggingface",
-        path=source,
-        vocab_size=300,
-        end_of_document=256,
-        begin_of_document=(5,),
-        stop_tokens=(256, 7),
-        names={"bos_token": "<s>", "eos_token": "<stop>"},
-    )
-    corpus = TokenFile.open(write(tmp_path / "a", tokenizer=tokenizer), "train")
-    source.unlink()
+    config = {"add_bos_token": True, "bos_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    made = open_tokenizer(str(make_hugging_face(tmp_path / "some.json")))
+    content = made.path.read_bytes()
+    corpus = TokenFile.open(write(tmp_path / "a", tokenizer=made), "train")
+    made.path.unlink()
     path = tmp_path / "a" / "tokenizer.json"
-    assert corpus.tokenizer == str(path)
-    assert path.read_text() == '{"any": "content"}'
-    ids = {"<s>": 5, "<stop>": 256}
-    assert read_stop_tokens(path, 300, ids.get) == (256, 7)
-    assert read_begin(path, (), ids.get) == (5,)
-    assert read_names(path) == tokenizer.names
+    assert corpus.tokenizer == str(path) and path.read_bytes() == content
+    again = open_tokenizer(corpus.tokenizer)
+    assert again.begin_of_document == made.begin_of_document == (0,)
+    assert again.stop_tokens == made.stop_tokens == (1, 7)
+    assert again.names == made.names
     assert identify(path.parent)[1] == ""
     beside = "generation_config.json", "tokenizer_config.json"
     for file in (path, *map(path.with_name, beside)):
