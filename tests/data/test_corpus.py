@@ -214,11 +214,9 @@ def test_few_texts_are_held_out_for_a_batch_where_no_share_is_asked_for():
     assert sum(len(t) for t in texts if shuffled.split(t) != "train") == sizes[1000]
 
 
-NAMES = "<|im_start|> <|eot_id|> [INST] [/INST] <<SYS>> <</SYS>> <start_of_turn>"
-
-
 def test_markup_is_found_and_words_that_look_like_it_are_left_alone():
-    for name in (*NAMES.split(), "<end_of_turn>", "<|endoftext|>"):
+    names = "<|im_start|> <|eot_id|> [INST] [/INST] <<SYS>> <</SYS>> <start_of_turn>"
+    for name in (*names.split(), "<end_of_turn>", "<|endoftext|>"):
         assert find_markup(f"some words\n{name}user") == SPECIAL, name
     for text, kind in table("data.txt", "markup"):
         assert find_markup(text) == kind, text

@@ -90,17 +90,16 @@ def test_rewards_are_computed_as_asked_for(real, tmp_path):
     assert differences[0] < 1e-6 and differences[1] > 0.05 and differences[2] == 0
 
 
-OFF = r"observations are 0\.01 off .*cartpole.*0\.0001: .*model"
-
-
-@pytest.mark.parametrize(("off", "said"), [(0, "unreadable npz"), (0.01, OFF)])
-def test_a_wrong_file_is_named_and_nothing_is_left(real, tmp_path, off, said):
+@pytest.mark.parametrize("off", [0, 0.01])
+def test_a_wrong_file_is_named_and_nothing_is_left(real, tmp_path, off):
     path = real.scan()[1]
     episode = read_episode(path, "cartpole")
     episode.observation[:] += off
     write_episode(episode)
     if not off:
         damage(path)
+    far = r"observations are 0\.01 off .*cartpole.*0\.0001: .*model"
+    said = far if off else "unreadable npz"
     with pytest.raises(BadEpisode, match=rf"_1_20\.npz: {said}"):
         pack(real, "balance", tmp_path / "cache")
     left = (tmp_path / "cache").rglob("*")

@@ -257,16 +257,12 @@ def program(sampling: Sampling):
     return jax.jit(functools.partial(sample, sampling=sampling))
 
 
-def frequencies(sampling: Sampling) -> np.ndarray:
-    """Of as many draws, each in a row of its own, at index 0."""
-    logits = np.tile(np.log(P).astype(np.float32), (DRAWS, 1))
-    drawn = program(sampling)(logits, row_keys(0, DRAWS), np.zeros(DRAWS, np.int32))
-    return np.bincount(drawn, minlength=len(P)) / DRAWS
-
-
 @pytest.mark.parametrize("fields, kept, power", table("models.txt", "draw"))
 def test_tokens_are_drawn_with_their_probability(fields, kept, power):
-    got = frequencies(Sampling(**fields))
+    logits = np.tile(np.log(P).astype(np.float32), (DRAWS, 1))
+    arguments = logits, row_keys(0, DRAWS), np.zeros(DRAWS, np.int32)
+    drawn = program(Sampling(**fields))(*arguments)
+    got = np.bincount(drawn, minlength=len(P)) / DRAWS
     expected = np.where(np.isin(np.arange(len(P)), kept), P, 0) ** power
     expected /= expected.sum()
     np.testing.assert_allclose(got, expected, atol=5 * np.sqrt(0.25 / DRAWS))

@@ -19,20 +19,6 @@ UNLUCKY = 1_072_606_737
 rotations_at = jax.jit(rotations, static_argnums=(1, 2, 3))
 
 
-def angle_errors(rotation: tuple[jax.Array, jax.Array], exact: np.ndarray) -> float:
-    """The largest distance on the unit circle, which is the angle where it is small."""
-    cosine, sine = (np.asarray(x, np.float64) for x in rotation)
-    return np.hypot(cosine - np.cos(exact), sine - np.sin(exact)).max()
-
-
-def some_positions(rng: np.random.Generator) -> np.ndarray:
-    """Digits' edges, random positions, the largest ones, and an unlucky one."""
-    drawn = rng.integers(0, LARGEST, 20_000)
-    edges = [0, 1, 1023, 1024, 2**20 - 1, 2**20, LARGEST]
-    last = LARGEST - np.arange(5_000)
-    return np.concatenate([edges, [UNLUCKY], drawn, last]).astype(np.int32)
-
-
 def test_bfloat16_heads_are_turned_in_float32_and_rounded_once(rng):
     x = jnp.asarray(rng.standard_normal((2, 50, 3, 16)), jnp.bfloat16)
     positions = rng.integers(0, 200, (2, 50)).astype(np.int32)
@@ -84,14 +70,18 @@ def test_scaled_frequencies_are_the_published_ones(name):
     ],
 )
 def test_angles_are_exact_at_any_position(name, head_dim, theta, rng):
-    (scaling, _), positions = SCALINGS[name], some_positions(rng)[None]
+    drawn, last = rng.integers(0, LARGEST, 20_000), LARGEST - np.arange(5_000)
+    edges = [0, 1, 1023, 1024, 2**20 - 1, 2**20, LARGEST, UNLUCKY]  # of digits
+    positions = np.concatenate([edges, drawn, last]).astype(np.int32)[None]
+    scaling, _ = SCALINGS[name]
     cosine, sine = rotations_at(jnp.asarray(positions), head_dim, theta, scaling)
     assert cosine.shape == sine.shape == (*positions.shape, 1, head_dim // 2)
     assert cosine.dtype == sine.dtype == jnp.float32
-    magnitude = scaling.magnitude()
-    exact = positions[..., None] * scaling.frequencies(head_dim, theta)
-    rotation = np.asarray(cosine) / magnitude, np.asarray(sine) / magnitude
-    assert angle_errors(rotation, exact[:, :, None]) < ANGLE_ERROR
+    exact = (positions[..., None] * scaling.frequencies(head_dim, theta))[:, :, None]
+    cosine, sine = (np.float64(x) / scaling.magnitude() for x in (cosine, sine))
+    # The distance on the unit circle is the angle, as it is small.
+    errors = np.hypot(cosine - np.cos(exact), sine - np.sin(exact))
+    assert errors.max() < ANGLE_ERROR
 
 
 @pytest.mark.parametrize("fields, message", table("models.txt", "scaling"))
