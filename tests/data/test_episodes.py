@@ -124,39 +124,45 @@ def test_a_file_that_is_not_an_archive_is_refused(path):
     assert refusal(path).startswith("unreadable npz (IsADirectoryError: ")
 
 
-MISSING = "missing ['physics'], has ['action', 'discount', 'observation', 'reward']"
 FLOATS = "expected floating point of 16 to 64 bits"
 CHANGES = {
     "reward holds Python objects, not numbers": lambda a: a.astype(object),
     f"reward has type int64, {FLOATS}": lambda a: a.astype(int),
     "reward has shape (101,), expected (101, 1)": lambda a: a[:, 0],
     "observation has shape (100, 5), expected (101, 5)": lambda a: a[1:],
-    "row 0 is not the dummy reset row (action[0] != 0)": lambda a: np.roll(a, -1),
     "reward has 1 non-finite values, first at row 17": {17: np.nan},
     "physics has 2 non-finite values, first at row 5": {5: np.inf, 9: np.inf},
     "observation has 1 non-finite values, first at row 3": {3: 1e300},
     "action outside [-1, 1] (3.000)": {4: -3.0},
 }
+"""By what is said of an array: how it is changed, or numbers in rows of it."""
 
 
-@pytest.mark.parametrize("expected", CHANGES)
-def test_arrays_of_no_episode_are_refused(path, expected):
+@pytest.mark.parametrize("said", CHANGES)
+def test_arrays_of_no_episode_are_refused(path, said):
     with np.load(path) as archive:
         arrays = dict(archive)
-    name, change = expected.split()[0].replace("row", "action"), CHANGES[expected]
+
+    def save(**changes):
+        np.savez_compressed(path, **arrays | changes)
+
     arrays["action"][-1] = 1  # which is still within
-    np.savez_compressed(path, **arrays)
+    save()
     assert read_episode(path, "cartpole").steps == STEPS
+    name, change = said.split()[0], CHANGES[said]
     if callable(change):
-        arrays[name] = change(arrays[name])
+        changed = change(arrays[name])
     else:
-        arrays[name] = arrays[name].astype(np.float64)
-        arrays[name][[*change], -1] = [*change.values()]
-    np.savez_compressed(path, **arrays)
-    assert refusal(path) == expected
+        changed = arrays[name].astype(np.float64)
+        changed[[*change], -1] = [*change.values()]
+    save(**{name: changed})
+    assert refusal(path) == said
+    save(action=np.roll(arrays["action"], 1))
+    assert refusal(path) == "row 0 is not the dummy reset row (action[0] != 0)"
     del arrays["physics"]
-    np.savez_compressed(path, **arrays)
-    assert refusal(path) == MISSING
+    save()
+    names = "['action', 'discount', 'observation', 'reward']"
+    assert refusal(path) == f"missing ['physics'], has {names}"
 
 
 def test_an_error_that_passes_is_no_damage(path, monkeypatch):
