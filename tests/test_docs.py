@@ -1,18 +1,37 @@
-"""README and docs/ say what is there, and their commands are understood."""
+"""README and docs/ say what is there, and their commands are understood.
 
+A slow test runs these in their order, as somebody who just cloned the tree: in a copy
+of it, with small sizes added to the end of each.
+"""
+
+import glob
+import itertools
+import json
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 import kernels
 from configs import agents, base
 from tasks import run_config
 from tasks.command_line import read_config
 from tests import pages
-from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT
+from tests.cases import pairs
+from tests.chat_families import FAMILIES
+from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
+from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT, Command
+from tests.tables import as_lines
+from tests.tools import hf_models
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.meshes import suggestions
 
@@ -176,3 +195,101 @@ def test_the_program_of_the_readme_gives_attention_of_documents(installed):
     mask = kernels.documents(names["ids"])
     one = kernels.attention(q, k, v, visible=mask, implementation="reference")
     np.testing.assert_allclose(names["out"], one, rtol=1e-5, atol=1e-6)
+
+
+STEPS = "--config.train.steps=2 --config.checkpoint.save_every_steps=2"
+STEPS += " --config.train.validation_batches=1 --config.optimizer.warmup_steps=1"
+NOT_RUN = dict(pairs("commands.txt", "not_run"))
+MORE = dict(pairs("commands.txt", "more"))
+IMPORT = "python -m tools.convert_hf import Llama-2"
+EXPORT = "python -m tools.convert_hf export runs/tiny Llama-2-7b-hf".split()
+
+
+def found(command: Command, table: dict) -> str | None:
+    """Returns the one key of a table that the command begins with, if any."""
+    keys = [key for key in table if str(command).startswith(key)]
+    assert len(keys) < 2, keys
+    return keys[0] if keys else None
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the tree with a book, chats and tokenizers, as the text names them."""
+    left_out = ".*", "__pycache__", "corpora", "datasets", "runs", "trajectories"
+    kept = shutil.ignore_patterns(*left_out)
+    root = shutil.copytree(ROOT, tmp_path / "annulus", ignore=kept)
+    (root / ".venv").symlink_to(sys.prefix)
+    (root / "BOOKS").mkdir()
+    for number in range(8):
+        book = f"Book {number}: the cat sat on the mat. " * (number + 100)
+        (root / f"BOOKS/{number}.txt").write_text(book)
+    with pa.output_stream(root / "TEXTS.jsonl.zst", compression="zstd") as texts:
+        texts.write(as_lines([{"text": "Two cats sat there. " * 100}]))
+    (root / "DATASET").mkdir()
+    pages = [{"content": f"Page {n}. " * (n + 400)} for n in range(8)]
+    (root / "DATASET/pages.jsonl").write_bytes(as_lines(pages))
+    lines = [{"text": f"A line, {number}."} for number in range(8)]
+    (root / "CHATS.jsonl").write_bytes(as_lines(lines))
+    says = ("human", "Where sat the cat?"), ("gpt", "On the mat.")
+    turns = [{"from": who, "value": what} for who, what in says]
+    chats = [{"id": n, "conversations": turns} for n in range(40)]
+    (root / "sharegpt.json").write_text(json.dumps(chats))
+    mat = {"role": "assistant", "content": "Mat."}
+    asked = [{"role": "user", "content": f"{n}? " * 40} for n in range(40)]
+    (root / "MY_CHATS.jsonl").write_bytes(
+        as_lines([{"messages": [a, mat]} for a in asked])
+    )
+    write_llama(root / "Llama-3.1-8B")
+    make_hugging_face(root / "tokenizer.json")
+    make_sentence_piece(root / "tokenizer.model")
+    return root
+
+
+def write_llama(directory: Path) -> None:
+    """A small LLaMA as published, and LLaMA 3's tokenizer with its vocabulary."""
+    shutil.copytree(hf_models.DIRECTORY / "llama", directory)
+    FAMILIES["llama3"].save(directory, ["The cat sat on the mat."])
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    rows = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
+    fields = hf_models.fields("llama") | {"vocab_size": rows}
+    (directory / "config.json").write_text(json.dumps(fields))
+    (file,) = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in "model.embed_tokens.weight", "lm_head.weight":
+        tensors[name] = np.resize(tensors[name], (rows, fields["hidden_size"]))
+    save_file(tensors, file)
+
+
+def run(root: Path, *words: str) -> None:
+    """Runs a command, which has to succeed; in words with a star there are paths."""
+    path = f"{root / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    paths = (sorted(glob.glob(word, root_dir=root)) or [word] for word in words)
+    done = subprocess.run(
+        [*itertools.chain(*paths)],
+        cwd=root,
+        env=os.environ | {"PATH": path, "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr}"
+
+
+def test_every_exception_is_a_command_of_the_text():
+    for table in (NOT_RUN, MORE):
+        used = {found(command, table) for command in COMMANDS} - {None}
+        assert used == table.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_commands_succeed_one_after_the_other(clone):
+    for command in COMMANDS:
+        if found(command, NOT_RUN):
+            continue
+        if str(command).startswith(IMPORT):
+            # The model that was trained just now, in the place of the published one.
+            run(clone, *EXPORT)
+        more = MORE.get(found(command, MORE), "").replace("{STEPS}", STEPS)
+        run(clone, *command.words, *shlex.split(more))
