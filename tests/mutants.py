@@ -5,7 +5,8 @@
 
 A mutant changes one comparison, operator, constant or statement. It is run against the
 tests that the map names for its line: cheapest first, until one fails. Run `map` again
-when tests have changed.
+when tests have changed: this file is then a plugin of pytest, alone or in the workers
+of xdist, and sees no lines of other processes.
 """
 
 import argparse
@@ -20,8 +21,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from queue import Queue
+from types import CodeType
 from typing import Any, NamedTuple
 
 import pytest
@@ -79,27 +82,21 @@ class Mutant(NamedTuple):
 def mutants_of(path: str) -> list[Mutant]:
     """Returns the mutants of a file, without those of annotations and messages."""
     source = (ROOT / path).read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-
-    def at(line: int, column: int) -> int:
-        return starts[line - 1] + column
+    starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
 
     def text(node: ast.AST) -> tuple[int, int, str]:
-        begin = at(node.lineno, node.col_offset)
-        end = at(node.end_lineno, node.end_col_offset)
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
         return begin, end, source[begin:end].decode()
 
     found = []
     for node in _statements(ast.parse(source)):
         begin, end, old = text(node)
-        for new in _changed(node, old, text, begin):
-            found.append(Mutant(path, node.lineno, begin, end, old, new))
+        changes = [(begin, end, old, new) for new in _changed(node, old, text, begin)]
         if isinstance(node, ast.If):
             begin, end, old = text(node.test)
-            new = f"not ({old})"
-            found.append(Mutant(path, node.lineno, begin, end, old, new))
+            changes.append((begin, end, old, f"not ({old})"))
+        found += [Mutant(path, node.lineno, *change) for change in changes]
     return found
 
 
@@ -181,19 +178,24 @@ def chosen(mutant: Mutant, tests: dict[str, Any], tier: str) -> list[list[str]]:
     return [lot for lot in lots if lot]
 
 
-def pytest_in(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
+def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Returns pytest's exit code, 0 where it takes too long, and what fails first."""
-    environment = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    set_to = "JAX_PLATFORMS=cpu", "OPENBLAS_NUM_THREADS=1", "PYTHONDONTWRITEBYTECODE=1"
     options = "-xq", "-p", "no:cacheprovider", "--timeout=100", "--tb=line"
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
         names.write("\n".join(tests))
         names.flush()
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", *options, f"@{names.name}"],
+                [
+                    "env",
+                    *set_to,
+                    sys.executable,
+                    "-mpytest",
+                    *options,
+                    f"@{names.name}",
+                ],
                 cwd=tree,
-                env=os.environ | environment,
                 capture_output=True,
                 text=True,
                 stdin=subprocess.DEVNULL,
@@ -213,10 +215,10 @@ def try_out(mutant: Mutant, lots: Sequence[Sequence[str]], tree: Path) -> str:
     file.write_bytes(mutant.apply(original))
     try:
         for lot in lots:
-            code, said = pytest_in(tree, lot)
+            code, said = run_tests(tree, lot)
             if code == pytest.ExitCode.USAGE_ERROR:  # it changes names of cases
                 files = sorted({name.partition("::")[0] for name in lot})
-                code, said = pytest_in(tree, files)
+                code, said = run_tests(tree, files)
             if code:
                 return said[:300]
     finally:
@@ -253,9 +255,69 @@ def run(options: argparse.Namespace) -> None:
     print(f"{killed} of {len(rows)} killed by the {options.tier} tests")
 
 
+NAMES = "kernels models data training tasks configs tools train.py"
+SOURCE = tuple(f"{ROOT}/{name}" for name in NAMES.split())
+TOOL = 4
+"""Of `sys.monitoring`."""
+LINE_MAP = "ANNULUS_LINE_MAP"
+_lines: set[tuple[str, int]] = set()
+_tests: dict[str, dict[str, Any]] = {}
+
+
+def _watch() -> None:
+    """Notes the lines that run, but those of functions that an earlier test traced."""
+    monitoring, events = sys.monitoring, sys.monitoring.events
+
+    def on_start(code: CodeType, _: int) -> Any:
+        if code.co_filename.startswith(SOURCE):
+            monitoring.set_local_events(TOOL, code, events.LINE)
+        return monitoring.DISABLE
+
+    def on_line(code: CodeType, number: int) -> Any:
+        _lines.add((code.co_filename.removeprefix(f"{ROOT}/"), number))
+        return monitoring.DISABLE
+
+    monitoring.use_tool_id(TOOL, "lines")
+    monitoring.register_callback(TOOL, events.PY_START, on_start)
+    monitoring.register_callback(TOOL, events.LINE, on_line)
+    monitoring.set_events(TOOL, events.PY_START)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    _lines.clear()
+    sys.monitoring.restart_events()
+    result = yield
+    found: dict[str, set[int]] = {}
+    for path, number in _lines:
+        found.setdefault(path, set()).add(number)
+    marks = {mark.name for mark in item.iter_markers()}
+    is_quick = "quick" in marks or not marks & {"thorough", "slow"}
+    _tests[item.nodeid] = {
+        "cpu": dict(item.user_properties).get("cpu", 0.0),
+        "tier": "quick" if is_quick else "thorough",
+        "lines": found,
+    }
+    return result
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Writes what this process has seen; the last process joins all that is there."""
+    sys.monitoring.set_events(TOOL, 0)
+    place = Path(os.environ[LINE_MAP])
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        place = place.with_suffix(f".{worker}")
+    else:
+        for part in place.parent.glob(f"{place.stem}.gw*"):
+            _tests.update(pickle.loads(part.read_bytes()))
+            part.unlink()
+    place.write_bytes(pickle.dumps(_tests))
+
+
 def make_map(options: argparse.Namespace) -> int:
-    environment = os.environ | {"ANNULUS_LINE_MAP": str(options.map.absolute())}
-    command = sys.executable, "-m", "pytest", "-q", "-p", "tests.line_map"
+    environment = os.environ | {LINE_MAP: str(options.map.absolute())}
+    command = sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants"
     return subprocess.run([*command, *options.arguments], env=environment).returncode
 
 
@@ -280,3 +342,5 @@ def main() -> int | None:
 
 if __name__ == "__main__":
     sys.exit(main())
+elif LINE_MAP in os.environ:
+    _watch()
