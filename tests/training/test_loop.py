@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.cases import table
 from training.digest import digests, not_finite
 from training.goodput import Goodput
 from training.guard import (
     SPIKE_WINDOW,
     BadSteps,
     Replay,
-    check_skipped,
     compare_replays,
     initial_guard,
     judge,
@@ -33,7 +33,8 @@ from training.stored_step import NotFinite
 from training.watchdog import Watchdog
 
 STEPS = 10
-EVERY = Intervals(log=2, validate=3, save=4)
+EVERY = 2, 3, 4
+"""Steps between lines, validations and saves."""
 
 
 class Stop(contextlib.nullcontext):
@@ -78,10 +79,8 @@ def make_train_step(bad: Collection[int] = (5,), broken: int | None = None) -> A
 
     def train_step(state, batch):
         in_row = int(state.guard.skipped_in_row) + 1 if batch in bad else 0
-        metrics = METRICS | {
-            "loss": np.nan if in_row else 1.0,
-            "skipped_in_row": in_row,
-        }
+        loss = np.nan if in_row else 1.0
+        metrics = METRICS | {"loss": loss, "skipped_in_row": in_row}
         params = {"weight": jnp.float32([1, np.nan, 1])} if batch == broken else None
         return TrainState(
             state.step + 1,
@@ -95,7 +94,7 @@ def make_train_step(bad: Collection[int] = (5,), broken: int | None = None) -> A
 
 def make_loop(
     stop: int | None = None,
-    every: Intervals = EVERY,
+    every: tuple = EVERY,
     replay: Any = None,
     say: Callable[[str], None] = lambda line: None,
     train_step: Any = None,
@@ -119,7 +118,7 @@ def make_loop(
         programs=Programs(train_step or make_train_step(), evaluate, replay),
         place=lambda blocks: blocks["all"],
         held_out=[{"all": loss} for loss in held_out],
-        every=every,
+        every=Intervals(*every),
         checkpoints=Kept(),
         report=report,
         goodput=Goodput(),
@@ -136,21 +135,8 @@ def run(loop: Loop, first_step: int = 0) -> int:
     return loop.run(state, batches, first_step)
 
 
-NEVER = Intervals(log=1, validate=0, save=0)
-
-
 @pytest.mark.parametrize(
-    ("call", "first", "every", "last", "saved", "points", "validated"),
-    [
-        (None, 0, EVERY, STEPS, [4, 8, 10], [2, 4, 6, 8, 10], [3, 6, 9, 10]),
-        (None, 7, EVERY, STEPS, [8, 10], [8, 10], [9, 10]),
-        # Asked once a step, and before each of the two held-out batches after step 3.
-        (7, 0, EVERY, 5, [4, 5], [2, 4, 5], [3]),
-        (4, 0, EVERY, 3, [3], [2, 3], []),
-        (None, 0, NEVER, STEPS, [], [*range(1, STEPS + 1)], []),
-        (2, 0, NEVER, 2, [], [1, 2], []),
-    ],
-    ids="whole resumed stopped validating never never-stopped".split(),
+    "call, first, every, last, saved, points, validated", table("runs.txt", "loop")
 )
 def test_everything_is_done_at_its_multiples_and_after_the_last_step(
     tmp_path, call, first, every, last, saved, points, validated
@@ -195,7 +181,6 @@ def test_only_steps_whose_update_was_skipped_are_computed_again():
         ({10}, None, [4, 8, 10], [10]),
         ({4, 5}, 7, [5], [5]),
     ],
-    ids=["one", "two", "last", "asked"],
 )
 def test_a_save_waits_for_a_step_that_makes_its_update(bad, call, saved, unrotated):
     loop = make_loop(call, train_step=make_train_step(bad))
@@ -205,21 +190,10 @@ def test_a_save_waits_for_a_step_that_makes_its_update(bad, call, saved, unrotat
 
 
 @pytest.mark.parametrize(
-    ("train_step", "stop", "message", "distrusted"),
-    [
-        # A skip is noticed a step later, or at once by a save.
-        (make_train_step({7}, 6), None, "holds 1 nan.* 4 and 8.*step 4$", []),
-        (make_train_step((), 8), None, "weight holds 1 nan.* 4 and 8.*step 4$", []),
-        (make_train_step((), 2), None, "1 nan.* 0 and 4.*command starts over$", []),
-        (make_train_step({6, 7, 8}), None, "at step 8, and 3 .*step 5 left.* 4$", []),
-        (make_train_step({5, 6, 7, 8}), None, "step 4 left it.*starts over$", [4]),
-        (make_train_step({9, 10}), None, "end with loss nan.*step 8 left.*step 8$", []),
-        # One that is asked to stop saves no broken state.
-        (make_train_step((), 5), 7, "weight holds 1 nan.* 4 and 5.*step 4$", []),
-    ],
+    "bad, broken, stop, distrusted, message", table("runs.txt", "ends")
 )
-def test_a_run_that_ends_says_where_it_goes_on(train_step, stop, message, distrusted):
-    loop = make_loop(stop, train_step=train_step)
+def test_a_run_that_ends_says_where_it_goes_on(bad, broken, stop, distrusted, message):
+    loop = make_loop(stop, train_step=make_train_step(bad, broken))
     with pytest.raises(BadSteps, match=message):
         run(loop)
     assert loop.checkpoints.distrusted == distrusted
@@ -308,20 +282,6 @@ def test_a_lasting_rise_becomes_the_usual(rng):
     assert not results[SPIKE_WINDOW] and all(results[-30:])
 
 
-def numbers(in_row: int, loss: float = np.nan) -> dict[str, float]:
-    return {"loss": loss, "grad_norm": 2.5, "skipped": 7.0, "skipped_in_row": in_row}
-
-
-def test_skipped_steps_are_logged_and_too_many_in_a_row_end_the_run():
-    said: list[str] = []
-    check_skipped(8, numbers(0), 3, said.append)
-    check_skipped(10, numbers(2, 9.25), 3, said.append)
-    what = "loss 9.25 and gradients of norm 2.5 at step 10"
-    assert said == [f"WARNING: {what}: no update (2 in a row)"]
-    with pytest.raises(BadSteps, match="step 11, and 3 skipped updates in a row"):
-        check_skipped(11, numbers(3), 3, said.append)
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -330,8 +290,8 @@ def test_skipped_steps_are_logged_and_too_many_in_a_row_end_the_run():
         ((np.nan, 2.5, 5), (3.0, 2.5, 5)),
         ((np.nan, np.inf, 5), (np.nan, np.inf, 5)),
     ],
-    ids=["only_once", "gradients", "loss", "norm"],
 )
 def test_replays_that_differ_end_the_run(first, second):
+    found = {"loss": np.nan, "grad_norm": 2.5, "skipped": 7.0, "skipped_in_row": 1}
     with pytest.raises(BadSteps, match="step 4 was computed 3 times.*hardware"):
-        compare_replays(4, numbers(1), [Replay(*first), Replay(*second)])
+        compare_replays(4, found, [Replay(*first), Replay(*second)])

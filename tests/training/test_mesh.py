@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.ring import torus
 from tasks.text import TextRun
+from tests.cases import table
 from tests.cases.attention import QUICK
 from tests.runs import small_config
 from tools.lib.compiled.hlo import Program
@@ -32,28 +33,13 @@ def real(**sizes: int) -> Partition:
     return Partition(make_mesh(MeshShape(**sizes), jax.devices()))
 
 
-FILLED = {
-    MeshShape(ring=-1): MeshShape(ring=24),
-    MeshShape(data=-1, ring=4, tensor=2): MeshShape(data=3, ring=4, tensor=2),
-    MeshShape(2, 3, 1, 4): MeshShape(2, 3, 1, 4),
-    MeshShape(ring=3, ulysses=-1): MeshShape(ring=3, ulysses=8),
-}
-REFUSED = {
-    MeshShape(ring=5): "data 1 x fsdp 1 x ring 5 x tensor 1",
-    MeshShape(2, 3, 4, 5): "data 2 x fsdp 3 x ring 4 x tensor 5",
-    MeshShape(ring=48, data=-1): "data -1 x fsdp 1 x ring 48 x tensor 1",
-}
-
-
-def test_open_axis_takes_the_devices_that_remain_or_both_counts_are_said():
-    assert {shape: shape.fill(24) for shape in FILLED} == FILLED
-    for shape, sizes in REFUSED.items():
-        with pytest.raises(ValueError, match=f"{sizes} does not match the 24 devices"):
-            shape.fill(24)
-    for impossible in {"tensor": -2}, {"data": -1, "fsdp": -1}, {"ulysses": 0}:
-        named = ".*".join(f"{axis}={size}" for axis, size in impossible.items())
-        with pytest.raises(ValueError, match=f"{named}.*at least 1 device"):
-            MeshShape(**impossible)
+@pytest.mark.parametrize("sizes, wanted", table("runs.txt", "mesh"))
+def test_open_axis_takes_the_devices_that_remain_or_both_counts_are_said(sizes, wanted):
+    if isinstance(wanted, dict):
+        assert MeshShape(**sizes).fill(24) == MeshShape(**wanted)
+    else:
+        with pytest.raises(ValueError, match=wanted):
+            MeshShape(**sizes).fill(24)
 
 
 @pytest.mark.parametrize(

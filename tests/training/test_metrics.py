@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from tests.cases import table
 from training import chips, sinks
 from training.chips import CHIPS
 from training.goodput import KINDS, Goodput
@@ -343,17 +344,7 @@ def test_options_are_those_that_the_chip_can_follow():
         assert options == dict.fromkeys(wanted, "true") and len(OFFLOADS) == 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "version", "cores", "hertz"),
-    [
-        ("TPU v3", "v3", 1, 0.94e9),
-        ("TPU v4", "v4", 2, 1.05e9),
-        ("TPU v5 lite", "v5e", 1, 1.5e9),
-        ("TPU v5", "v5p", 2, 1.75e9),
-        ("TPU v6 lite", "v6e", 1, 1.75e9),
-        ("TPU7x", "7x", 1, None),
-    ],
-)
+@pytest.mark.parametrize("kind, version, cores, hertz", table("runs.txt", "chip"))
 def test_tpu_rows_are_near_the_compilers_own(kind, version, cores, hertz):
     """JAX's rounded table differs by up to 14 %; half a chip would differ by 100 %."""
     chip = chips.find(kind)

@@ -19,6 +19,7 @@ import pytest
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
 from tasks.text import TextRun
+from tests.cases import table
 from tests.processes import Processes, free_port
 from tests.runs import small_config
 from training import record, workdir
@@ -28,25 +29,11 @@ from training.weights import save_parameters
 from training.workdir import LOCK, locked, make_writable, replace_text
 
 ADAMW = record._PLAIN
-MUON = {"optimizer.name": "muon"}
-HOST = {"optimizer.placement": "host"}
-FLOAT8 = {"optimizer.moments": "float8"}
-PLAIN = "adamw (moments float32, parameters float32"
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "said"),
-    [
-        ({}, MUON, f"{PLAIN}), and this run has muon"),
-        (MUON, FLOAT8, "muon (moments float32, parameters float32), and this run has "),
-        (MUON, {}, f"and this run has {PLAIN}): set"),
-        (FLOAT8, MUON | FLOAT8, "float32), and this run has muon (moments float8"),
-        ({}, HOST, f"{PLAIN}, on the host)"),
-        (FLOAT8, FLOAT8 | HOST, ""),
-        (MUON | HOST, MUON, ""),
-    ],
-)
+@pytest.mark.parametrize("before, now, said", table("runs.txt", "optimizer"))
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(before, now, said):
+    before, now = ({f"optimizer.{k}": x[k] for k in x} for x in (before, now))
     for settings in ADAMW | before, before:
         saved, message = {7: {record.RUN: "a", record.SETTINGS: settings}}, ""
         try:
