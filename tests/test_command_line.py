@@ -7,32 +7,22 @@ import sys
 import pytest
 
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
-from tests.cases import table
+from tests.cases import pairs, table
 from tests.processes import ROOT, run_program
 
-# Each asks JAX for devices, as early as it does, and takes seconds.
-PROGRAMS = {
-    "bench_ring": "--devices 2 --length 16 --heads 1 --kv-heads 1 --repeats 1",
-    "bench_kernels": "--lengths 16 --contestants reference --repeats 1 --calls 1",
-    "convert_hf": "import nowhere nowhere/else",
-    "evaluate line-retrieval": "--config=configs/line_retrieval.py",
-    "evaluate exorl": "--config=configs/exorl_tiny.py --output {folder}/out.json",
-    "generate": "--config=configs/base.py --config.workdir={folder} --tokenizer bytes",
-    "figures": "work --output {folder}",
-}
-SLOW = set(PROGRAMS) - {"convert_hf"}
-
-
-each_program = [
-    pytest.param(name, marks=() if name == "convert_hf" else pytest.mark.slow)
-    for name in PROGRAMS
-]
+PROGRAMS = pairs("runs.txt", "program")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", each_program)
-def test_compilers_of_chips_that_are_not_there_are_silent(name, tmp_path):
-    command = PROGRAMS[name].format(folder=tmp_path).split()
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        pytest.param(*row, marks=() if row[0] == "convert_hf" else pytest.mark.slow)
+        for row in PROGRAMS
+    ],
+)
+def test_compilers_of_chips_that_are_not_there_are_silent(name, arguments, tmp_path):
+    command = arguments.format(folder=tmp_path).split()
     # As a user starts it: nothing says where JAX is to look for devices.
     status, _, said = run_program(
         "-m", *f"tools.{name}".split(), *command, JAX_PLATFORMS=""

@@ -1,6 +1,10 @@
-"""The mask of a run and its model's windows: what a step counts, and what it reads."""
+"""The mask of a run and its model's windows: what a step counts, and what it reads.
+
+And when its rings end where the documents of its batches do.
+"""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,11 +13,16 @@ import pytest
 
 from data.batch import Batch
 from data.document_mask import DocumentMask
+from data.text.token_file import TokenFileWriter
+from data.text.tokenizer import ByteTokenizer
 from kernels import layouts
 from kernels.layouts import permute, unpermute
 from kernels.masks import Visible
+from tasks import corpora
+from tasks.layout_advice import layout_line
 from tasks.systems import attention_system
 from tasks.text import TextRun
+from tests.cases import table
 from tests.runs import small_config
 from tests.small_llama import partition_of
 from training.mesh import MeshShape
@@ -51,18 +60,7 @@ def brute_force(batch: Batch, mask: str, windows: list[int]) -> tuple[int, float
     return real.sum(), sum(pairs) / len(windows)
 
 
-# Every mask and pattern, packed and not; a prefix needs a layer without a window.
-COUNTED = [
-    ("packed", "causal", "wwf"),
-    ("documents", "causal", "w"),
-    ("packed", "window(7)", ""),
-    ("documents", "window(7)", "wf"),
-    ("packed", "prefix(9)", "wf"),
-    ("documents", "prefix(9)", ""),
-]
-
-
-@pytest.mark.parametrize("rows, mask, pattern", COUNTED)
+@pytest.mark.parametrize("rows, mask, pattern", table("runs.txt", "masks"))
 def test_tokens_and_pairs_are_those_counted_one_by_one(corpus, rows, mask, pattern):
     fields = {"mask": mask, "data__rows": rows, "data__context_tokens": 400}
     fields |= {"model__layer_pattern": pattern, "model__num_layers": PATTERNS[pattern]}
@@ -125,19 +123,8 @@ def attended(config: Any, shape: MeshShape, operands: Any, window: int | None) -
     return jax.jit(program), [permute(x, layout, shape.ring) for x in operands]
 
 
-# Every mask and every layout, with a layer's window and without.
-SEEN = [
-    ("ring", "causal", 5),
-    ("ring", "window(7)", None),
-    ("striped", "prefix(9)", 5),
-    ("striped", "causal", None),
-    ("zigzag", "window(7)", 5),
-    ("zigzag", "prefix(9)", None),
-]
-
-
 @pytest.mark.thorough(quick=3)
-@pytest.mark.parametrize("attention, mask, window", SEEN)
+@pytest.mark.parametrize("attention, mask, window", table("runs.txt", "seen"))
 def test_a_rings_attention_is_one_devices(corpus, rng, attention, mask, window):
     """Of bounds that only the running program knows, as those of batches."""
     config = small_config(corpus, "", mask=mask, implementation="reference")
@@ -152,3 +139,48 @@ def test_a_rings_attention_is_one_devices(corpus, rng, attention, mask, window):
     got = unpermute(program(*arrays), attention_system(config).layout, 8)
     np.testing.assert_allclose(got, want, atol=2e-6)
     assert np.abs(want).max() > 1
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpora by the length of their longest document, 20 or 300 tokens."""
+    found = tmp_path_factory.mktemp("corpora")
+    for longest in (20, 300):
+        with TokenFileWriter(found / str(longest), ByteTokenizer()) as writer:
+            for length in (5, longest, 7):
+                for split in ("train", "validation"):
+                    writer.write(split, np.full(length, 65))
+    return found
+
+
+def test_the_longest_document_of_all_corpora_is_known(directory):
+    config = small_config(directory / "20", "")
+    assert corpora.longest_document(config) == 20
+    config.data.corpus = f"{directory / '20'}:0.5,{directory / '300'}:0.5"
+    assert corpora.longest_document(config) == 300
+    for unknown in ("", str(directory / "missing")):
+        config.data.corpus = unknown
+        assert corpora.longest_document(config) is None
+
+
+@pytest.mark.parametrize(
+    "attention, mesh, rows, is_counted", table("runs.txt", "rings")
+)
+def test_rings_of_short_documents_are_counted(
+    directory, attention, mesh, rows, is_counted
+):
+    fields = {"attention": attention, "data__rows": rows, "data__context_tokens": 320}
+    for longest in (20, 300):
+        config = small_config(directory / str(longest), "", **fields)
+        counts = TextRun(config, partition_of(MeshShape(**mesh))).counts_steps()
+        assert counts == (is_counted and longest == 20)
+
+
+@pytest.mark.parametrize("longest, fields, advised", table("runs.txt", "counted"))
+def test_a_run_says_which_layout_suits_better(directory, longest, fields, advised):
+    fields = {"data__context_tokens": 320, **fields}
+    config = small_config(directory / str(longest), "", **fields)
+    line = layout_line(TextRun(config, partition_of(MeshShape(ring=8))))
+    assert line.startswith(f"layout: config.attention={advised} may") or not advised
+    assert bool(line) == bool(advised)
+    assert layout_line(TextRun(config, partition_of(MeshShape()))) == ""

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.cases import pairs
+
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,27 +168,14 @@ def test_a_broken_environment_is_remade_by_another_python(setup):
     assert (setup.venv / "bin/python").exists()
 
 
-MAKES = {
-    "train ARGS=--config.seed=1": "make_venv.sh .venv requirements.txt|"
-    ".venv/bin/python train.py --config=configs/tiny.py --config.seed=1\n",
-    "train ACCELERATOR=tpu": "make_venv.sh .venv requirements.txt requirements-tpu.txt",
-    "test": "make_venv.sh .venv requirements.txt requirements-dev.txt|"
-    "JAX_PLATFORMS=${JAX_PLATFORMS:-cpu} .venv/bin/python -m pytest|-m "
-    '"not slow and (quick or not thorough)"',
-    "test-thorough": 'make_venv.sh|-m pytest|-m "thorough and not (quick or slow)"',
-    "test-all": 'make_venv.sh|-m pytest|not th|-m pytest|"thorough|-m pytest|-m slow',
-    "check": "make_venv.sh|ruff format --check|ruff check|pyrefly|imports|-m pytest",
-}
-
-
-@pytest.mark.parametrize("arguments", MAKES)
-def test_make_runs_in_this_order(empty, arguments):
+@pytest.mark.parametrize("arguments, runs", pairs("runs.txt", "make"))
+def test_make_runs_in_this_order(empty, arguments, runs):
     command = "make", "--dry-run", "-C", ROOT, *arguments.split()
     printed = empty.start(*command, check=True).stdout
-    parts = map(re.escape, MAKES[arguments].split("|"))
+    parts = map(re.escape, runs.split("*"))
     assert re.search(".*".join(parts), printed, re.DOTALL), printed
     for part in ("make_venv.sh", "-m pytest", "-m slow"):
-        assert printed.count(part) == MAKES[arguments].count(part)
+        assert printed.count(part) == runs.count(part)
 
 
 @pytest.mark.parametrize("command", ["true", "false"])
