@@ -13,6 +13,7 @@ from kernels.layouts import order, padded_length, unpermute
 from tasks.programs import compile_programs
 from tasks.state import sharding_of
 from tasks.text import TextRun
+from tests.cases import table
 from tests.hard_rows import ROWS, TOKENS, VOCAB
 from tests.small_llama import Run
 from training.loop import Programs
@@ -20,22 +21,8 @@ from training.mesh import MeshShape
 from training.step import initial_state
 from training.update import AtOnce
 
-SIZES = {
-    "model__vocab_size": VOCAB,
-    "model__hidden_size": 16,
-    "model__feed_forward_size": 16,
-    "model__head_dim": 4,
-    "model__num_heads": 2,
-    "model__num_kv_heads": 1,
-    "model__layer_pattern": "wf",
-    "model__window": 5,
-    "data__batch_rows": len(ROWS),
-    # Rows have every mask, each by its own bounds: of a run, this shows the most.
-    "mask": "prefix(1)",
-    "feed_forward_chunk_tokens": 1000,
-    "loss_chunk_tokens": 1000,
-    "remat": "everything",
-}
+SIZES = {"model__vocab_size": VOCAB, "data__batch_rows": len(ROWS)}
+SIZES |= dict(table("runs.txt", "ring_model"))
 
 RATE = 1024.0
 """Of plain descent: a step moves parameters so far that it shows their gradients."""

@@ -16,6 +16,7 @@ from configs import tiny
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
 from tasks.text import TextRun
+from tests.cases import table
 from tests.processes import run_program
 from training.checkpoint import Checkpoints
 from training.sinks import read_scalars
@@ -40,37 +41,10 @@ def prepare_corpus(directory: Path) -> Path:
     return corpus
 
 
-# What makes configs/tiny.py a model and a batch that are compiled in seconds.
-SMALL = {
-    "data.context_tokens": 80,
-    "data.batch_rows": 4,
-    "model.hidden_size": 32,
-    "model.feed_forward_size": 88,
-    "model.num_layers": 2,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "optimizer.warmup_steps": 2,
-    "train.steps": 20,
-    "train.extra_steps": 0,
-    "train.log_every_steps": 1,
-    "train.validate_every_steps": 10,
-    "train.validation_batches": 2,
-    "checkpoint.save_every_steps": 10,
-}
+SMALL = dict(table("runs.txt", "small"))
+"""What makes configs/tiny.py a model and a batch that are compiled in seconds."""
 
-KINDS: dict[str, dict[str, str]] = {
-    "adamw": {},
-    "adamw-host": {"placement": "host"},
-    "adamw-bfloat16": {"moments": "bfloat16"},
-    "adamw-float8": {"moments": "float8"},
-    "adafactor": {"name": "adafactor"},
-    "muon": {"name": "muon"},
-    "muon-float8": {"name": "muon", "moments": "float8"},
-    "bfloat16": {"parameters": "bfloat16"},
-    "all": {"placement": "host_all"},
-    "least": {"moments": "float8", "parameters": "bfloat16", "placement": "host"},
-}
+KINDS: dict[str, dict[str, str]] = dict(table("runs.txt", "kind"))
 """Kinds of optimizers, and of what they store where: fields of `config.optimizer`."""
 
 

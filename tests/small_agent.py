@@ -14,27 +14,15 @@ from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from kernels.layouts import permute
 from models.abstract import Model
 from tasks.exorl import AgentRun
+from tests.cases import table
 from tests.cases.attention import QUICK
 from training.mesh import MeshShape, Partition, make_mesh
 
-EPISODE_STEPS, ROWS = 7, 2
-OBSERVATION_SIZE, ACTION_SIZE = 3, 2
-SMALL = {
-    "agent.observation_size": OBSERVATION_SIZE,
-    "agent.action_size": ACTION_SIZE,
-    "agent.episode_steps": EPISODE_STEPS,
-    "agent.chain_length": 2,
-    "agent.return_scale": 7.0,
-    "data.context_tokens": 64,  # 16 steps: two are padding
-    "data.batch_rows": ROWS,
-    "data.held_out_share": 0.3,
-    "model.hidden_size": 16,
-    "model.feed_forward_size": 24,
-    "model.num_layers": 2,
-    "model.head_dim": 8,
-    "implementation": "reference",
-    "train.validation_batches": 1,
-}
+SMALL = dict(table("runs.txt", "small_agent"))
+EPISODE_STEPS, ROWS = SMALL["agent.episode_steps"], SMALL["data.batch_rows"]
+OBSERVATION_SIZE, ACTION_SIZE = (
+    SMALL[f"agent.{part}_size"] for part in ("observation", "action")
+)
 
 ONE_TOKEN = {
     "agent__step_tokens": 1,
