@@ -3,10 +3,8 @@
 With `-s` and `-m ""` they print what a device sends in a step on each.
 """
 
-import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from kernels.ring.comm import Ring
 from tasks import systems
 from tasks.run import Run as TaskRun
 from tasks.text import TextRun
+from tests.cases import table
 from tests.runs import Run
 
 pytestmark = pytest.mark.thorough
@@ -30,51 +29,27 @@ ring_attention = importlib.import_module("kernels.ring_attention")
 LAYERS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """Where a run's keys go.
-
-    layers: both "full", or the first with a window, "mixed". counts: whether packed
-      documents end its rings. goes_both_ways: as between TPUs.
-    """
-
-    attention: str
-    ring: int
-    ulysses: int = 1
-    layers: str = "full"
-    counts: bool = True
-    goes_both_ways: bool = False
-
-    def __str__(self) -> str:
-        mesh = f"{self.attention}-{self.ring}x{self.ulysses}-{self.layers}"
-        return mesh + "-all" * (not self.counts) + "-both" * self.goes_both_ways
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        mesh = {"fsdp": 8 // self.ring // self.ulysses}
-        mesh |= {"ring": self.ring, "ulysses": self.ulysses}
-        return {f"mesh__{axis}": size for axis, size in mesh.items()} | {
-            "attention": self.attention,
-            **layer_fields(self.layers),
-        }
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether its rings are: those in which documents lie together."""
-        return self.counts and self.attention != "striped"
-
-    @property
-    def whole(self) -> int:
-        """Bytes that a device sends in a step where every shard goes round, backward
-        beside its gradients, which also go home."""
-        rows, tokens = ROWS * self.ring * self.ulysses // 8, TOKENS // self.ring
-        shard = 2 * 4 * rows * tokens * 2 * 8 // self.ulysses  # of 2 heads of 8
-        return LAYERS * shard * (2 * (self.ring - 1) + self.ring)
+ROUTES = [
+    pytest.param(*row, marks=[pytest.mark.slow] * (number > 0))
+    for number, row in enumerate(table("runs.txt", "routes"))
+]
 
 
-def layer_fields(layers: str) -> dict[str, Any]:
-    pattern = {"full": "", "mixed": "wf"}[layers]
-    return {"model__layer_pattern": pattern, "model__window": 9 * bool(pattern)}
+def fields_of(
+    attention: str, ring: int, ulysses: int = 1, pattern: str = ""
+) -> dict[str, Any]:
+    mesh = {"fsdp": 8 // ring // ulysses, "ring": ring, "ulysses": ulysses}
+    return {f"mesh__{axis}": size for axis, size in mesh.items()} | {
+        "attention": attention,
+        "model__layer_pattern": pattern,
+        "model__window": 9 * bool(pattern),
+    }
+
+
+def bytes_of(ring: int, ulysses: int = 1) -> int:
+    """Of a shard's keys and values in all layers: of 2 heads of 8, in float32."""
+    rows, tokens = ROWS * ring * ulysses // 8, TOKENS // ring
+    return LAYERS * 2 * 4 * rows * tokens * 2 * 8 // ulysses
 
 
 @pytest.fixture(scope="module")
@@ -91,58 +66,27 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "corpus"
 
 
-class Trained:
-    """Runs of a corpus, each made once."""
+def run_of(corpus: Path, workdir: Path, **fields: Any) -> Run:
+    fields |= {"data__context_tokens": TOKENS, "data__batch_rows": ROWS}
+    fields |= {"train__steps": STEPS, "train__validation_batches": 0}
+    fields |= {"checkpoint__save_every_steps": 0, "metrics": ()}
+    return Run(corpus, workdir, **fields)
 
-    def __init__(self, corpus: Path, directory: Path):
-        self.corpus, self.directory = corpus, directory
 
-    def run(self, name: str, **fields: Any) -> Run:
-        fields |= {"data__context_tokens": TOKENS, "data__batch_rows": ROWS}
-        fields |= {"train__steps": STEPS, "train__validation_batches": 0}
-        fields |= {"checkpoint__save_every_steps": 0, "metrics": ()}
-        return Run(self.corpus, self.directory / name, **fields)
-
-    def losses(self, name: str, **fields: Any) -> np.ndarray:
-        run = self.run(name, **fields)
-        run.train()
-        return np.array([loss for _, loss in run.points()["train/loss"]])
-
-    def on_one_device(self, layers: str) -> np.ndarray:
-        mesh = {"mesh__fsdp": 8, "mesh__ring": 1, "attention": "vanilla"}
-        return self.losses(f"vanilla-{layers}", **mesh, **layer_fields(layers))
+def losses(run: Run) -> np.ndarray:
+    run.train()
+    return np.array([loss for _, loss in run.points()["train/loss"]])
 
 
 @pytest.fixture(scope="module")
-def trained(short_documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return Trained(short_documents, tmp_path_factory.mktemp("runs"))
+def truth(short_documents, tmp_path_factory):
+    """Losses on devices that each have whole rows, by the layers' pattern."""
 
+    def on_one_device(pattern: str) -> np.ndarray:
+        fields = fields_of("vanilla", 1, 1, pattern)
+        return losses(run_of(short_documents, tmp_path_factory.mktemp("run"), **fields))
 
-@pytest.fixture(scope="module")
-def truth(trained: Trained) -> Callable[[str], np.ndarray]:
-    """Losses on devices that each have whole rows, by the model's layers."""
-    return functools.cache(trained.on_one_device)
-
-
-def each_route(*quick: Route) -> Any:
-    """All routes, of which those that are not quick are slow tests."""
-    rings = [
-        Route(attention, ring, 1, layers)
-        for attention in ("ring", "zigzag", "striped")
-        for ring in (4, 8)
-        for layers in ("full", "mixed")
-    ]
-    whole = dict(counts=False, goes_both_ways=True)
-    both = [dataclasses.replace(r, **whole) for r in rings if r.layers == "full"]
-    ulysses = [dataclasses.replace(r, ulysses=2) for r in rings if r.ring == 4]
-    found = dict.fromkeys((*quick, *rings, *both, *ulysses))
-    return pytest.mark.parametrize(
-        "route",
-        [
-            pytest.param(r, marks=[] if r in quick else pytest.mark.slow, id=str(r))
-            for r in found
-        ],
-    )
+    return functools.cache(on_one_device)
 
 
 @pytest.fixture
@@ -164,51 +108,54 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def take(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    both_ways = route.goes_both_ways
-    monkeypatch.setattr(ring_attention, "rings_both_ways", lambda: both_ways)
-    if not route.counts:
-        monkeypatch.setattr(TaskRun, "counts_steps", lambda *_: False)
-
-
-@each_route(
-    Route("zigzag", 4, 2, "mixed"),
-    Route("striped", 4, 1, "mixed", counts=False, goes_both_ways=True),
-)
+@pytest.mark.parametrize("attention, ring, ulysses, pattern, counts, both", ROUTES)
 def test_a_packed_corpus_has_one_devices_losses(
-    trained, truth, route, sent, monkeypatch
+    *,
+    short_documents,
+    tmp_path,
+    truth,
+    sent,
+    monkeypatch,
+    attention,
+    ring,
+    ulysses,
+    pattern,
+    counts,
+    both,
 ):
-    want = truth(route.layers)
+    want = truth(pattern)
     sent.clear()
-    take(route, monkeypatch)
-    got = trained.losses(str(route), **route.fields)
+    monkeypatch.setattr(ring_attention, "rings_both_ways", lambda: both)
+    if not counts:
+        monkeypatch.setattr(TaskRun, "counts_steps", lambda *_: False)
+    fields = fields_of(attention, ring, ulysses, pattern)
+    got = losses(run_of(short_documents, tmp_path, **fields))
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert len(got) == STEPS and want[-1] < want[0]
+    # Where every shard goes round, backward beside its gradients, which also go home.
+    whole = bytes_of(ring, ulysses) * (2 * (ring - 1) + ring)
     each = sum(sent) / 8 / STEPS
-    print(f"{route}: {each:,.0f} bytes, {each / route.whole:.1%} of {route.whole:,}")
-    has_windows = route.layers == "mixed" and route.attention != "striped"
-    if not route.is_counted and not has_windows:
-        assert each == route.whole
-    elif route.is_counted and has_windows:
-        assert each < 0.45 * route.whole
+    print(f"{each:,.0f} bytes, {each / whole:.1%} of {whole:,}")
+    # Striped, documents lie on all devices.
+    ends, has_windows = (x and attention != "striped" for x in (counts, pattern))
+    if not ends and not has_windows:
+        assert each == whole
     else:
-        assert each < 0.9 * route.whole
+        assert each < (0.45 if ends and has_windows else 0.9) * whole
 
 
 def test_a_ring_of_short_documents_takes_the_steps_that_its_batches_need(
-    trained, sent, monkeypatch
+    short_documents, tmp_path, sent
 ):
-    route, length = Route("ring", 8), TOKENS // 8
-    run = trained.run("counted", **route.fields)
+    run = run_of(short_documents, tmp_path, **fields_of("ring", 8))
     partition = systems.partition(run.config(), jax.devices())
     batches = TextRun(run.config(), partition).batches("train")
     hops = 0
     for blocks in (batches[step] for step in range(STEPS)):
         hops += max(
-            (block.columns[0] - batch.k_start.min()).clip(0) // length + 1
+            (block.columns[0] - batch.k_start.min()).clip(0) // (TOKENS // 8) + 1
             for block, batch in blocks.items()
         )
     run.train()
-    shard = 2 * 4 * ROWS * length * 2 * 8
-    assert sum(sent) / 8 == LAYERS * shard * 4 * hops  # there, back, and gradients home
+    assert sum(sent) / 8 == bytes_of(8) * 4 * hops  # there, back, and gradients home
     assert hops < STEPS * 4

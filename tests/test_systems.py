@@ -1,7 +1,8 @@
 """The five attention systems of the papers: one loss and one gradient.
 
 They differ in what they hold and send: the ring's compiled programs are searched for
-collectives that would hold a whole sequence, or more of the keys than they must.
+collectives that would hold a whole sequence, or more of the keys than they must. Rows
+of any length are padded by themselves, and have the loss of one device.
 """
 
 import functools
@@ -9,15 +10,23 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+import train
 from data.batch import Batch
 from kernels import layouts as layout
+from tasks.layout_advice import padding_line
+from tasks.text import TextRun
+from tests.cases import table
 from tests.numbered_corpus import assert_same_batch
-from tests.small_llama import Run, assert_same
+from tests.runs import small_config
+from tests.small_llama import Run, assert_same, partition_of
+from tools.lib.compiled.pods import aot_pod
+from tools.lib.planning.step import Step
 from training.feed import place
 from training.mesh import MeshShape
 
@@ -28,7 +37,6 @@ MESHES = {
     "ring": MeshShape(fsdp=2, ring=4),
     "striped": MeshShape(fsdp=2, ring=4),
 }
-RING_SYSTEMS = ("ring", "striped")
 RING_SIZE = 4
 ROWS = 2  # of each of 2 devices along fsdp
 FORWARD_HOPS = 2 * (RING_SIZE - 1)  # keys and values
@@ -119,31 +127,99 @@ def collectives(compiled: jax.stages.Compiled) -> Counter:
     return found
 
 
-def whole_sequences(found: Counter) -> list:
-    """Collectives with as many tokens along an axis as a row, or rows, have."""
-    return [key for key in found if any(s and s % CONTEXT_TOKENS == 0 for s in key[2])]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", RING_SYSTEMS)
-def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(systems, name):
-    """And no collective of a ring holds a whole sequence."""
-    found = collectives(systems(name).program)
+def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(systems):
+    """No collective of a ring holds a whole sequence, and nothing puts striped tokens
+    back into order: another one would take collectives, or gathers."""
+    ring, striped = systems("ring"), systems("striped")
+    found = collectives(ring.program)
     assert "all-gather" in {kind for kind, *_ in found}
-    assert whole_sequences(found) == []
+    # Collectives with as many tokens along an axis as a row, or rows, have.
+    assert not [k for k in found if any(s and s % CONTEXT_TOKENS == 0 for s in k[2])]
     permute = "collective-permute"
     shard = (ROWS, 2, CONTEXT_TOKENS // RING_SIZE, 8)  # 2 of the 4 heads are K heads
     # Layers are scanned, so the program has each hop of a layer once.
     hops = {key: times for key, times in found.items() if key[0] == permute}
     assert hops == {(permute, "f32", shard): 2 * FORWARD_HOPS + BACKWARD_HOPS}
-
-
-@pytest.mark.thorough
-def test_nothing_puts_striped_tokens_back_into_order(systems):
-    """Another order would take collectives, or gathers, that the plain ring has not."""
-    ring, striped = systems("ring"), systems("striped")
-    assert collectives(striped.program) == collectives(ring.program)
+    assert collectives(striped.program) == found
     for operation in ("gather", "sort", "scatter", "transpose", "dynamic_slice"):
         pattern = rf"stablehlo\.{operation}\b"
         both = [len(re.findall(pattern, s.lowered.as_text())) for s in (ring, striped)]
         assert both[0] == both[1], operation
+
+
+SHORT = {
+    "model__vocab_size": 0,  # the corpus's
+    "model__num_layers": 1,
+    "model__hidden_size": 16,
+    "model__feed_forward_size": 24,
+    "data__batch_rows": 2,
+    "feed_forward_chunk_tokens": 2000,
+    "loss_chunk_tokens": 2000,
+    "remat": "everything",
+}
+LENGTHS = [
+    pytest.param(*row, marks=[pytest.mark.slow] * (number > 1))
+    for number, row in enumerate(table("runs.txt", "length"))
+]
+
+
+def first_step(corpus: Path, ring: int, attention: str, **fields: Any) -> tuple:
+    """Loss, gradients and counts of the first batch; what the step is said to do."""
+    fields = SHORT | {"data__corpus": str(corpus)} | fields
+    run = Run(MeshShape(ring=ring), attention, **fields)
+    task = run.resolved
+    batches = task.batches("train")
+    batch = place(batches[0], task.sharding, task.shape)
+    assert batch.tokens.shape == task.shape == (2, batches.columns)
+    step = jax.jit(jax.value_and_grad(task.objective.loss_sum))
+    loss, gradients = step(run.parameters, batch)
+    tokens, pairs, weights = task.objective.count(batch)
+    found = loss / weights, gradients, task.work(float(tokens), float(pairs))
+    return *jax.device_get(found), int(tokens), task.shape[1]
+
+
+@functools.cache
+def unpadded(corpus: Path, tokens: int, rows: str, mask: str) -> tuple:
+    fields = {"data__context_tokens": tokens, "data__rows": rows, "mask": mask}
+    return first_step(corpus, 1, "blockwise", **fields)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("attention, ring, tokens, slots, more", LENGTHS)
+def test_a_padded_row_has_the_loss_gradients_and_work_of_one_device(
+    corpus, attention, ring, tokens, slots, more
+):
+    rows, mask = more.get("data__rows", "packed"), more.get("mask", "causal")
+    true_loss, true_gradients, *truth, whole = unpadded(corpus, tokens, rows, mask)
+    found = first_step(corpus, ring, attention, data__context_tokens=tokens, **more)
+    loss, gradients, *work, padded = found
+    assert (whole, padded) == (tokens, slots)
+    assert loss == pytest.approx(true_loss, rel=1e-6)
+    assert_same(gradients, true_gradients, 2e-6)
+    assert work == truth and work[1] <= 2 * tokens
+
+
+@pytest.mark.quick
+def test_what_padding_costs_is_said_before_anything_is_compiled(corpus, tmp_path):
+    said: list[str] = []
+    error = AssertionError("compiled")
+    with mock.patch.object(jax, "jit", side_effect=error), pytest.raises(type(error)):
+        fields = {"attention": "zigzag", "data__context_tokens": 77}
+        train.train(small_config(corpus, tmp_path, **fields), said.append)
+    (line,) = (line for line in said if line.startswith("rows: "))
+    assert line == (
+        "rows: of 77 tokens, padded to 80 for Zigzag() on a ring of 4: 3.75% of their "
+        "slots are empty"
+    )
+    config = small_config(corpus, tmp_path)
+    assert padding_line(TextRun(config, partition_of(MeshShape(ring=8)))) == ""
+
+
+@pytest.mark.quick
+def test_a_plan_counts_real_tokens_and_holds_padded_ones(corpus, tmp_path):
+    fields = {"mesh__fsdp": 1, "mesh__ring": 4, "data__context_tokens": 2045}
+    fields |= {"implementation": "", "attention": "zigzag"}
+    step = Step.of(small_config(corpus, tmp_path, **fields), aot_pod("v5e:2x2"))
+    assert step.run.shape == (4, 2048)
+    assert step.work().tokens == 4 * 2045

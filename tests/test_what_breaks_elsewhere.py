@@ -6,7 +6,6 @@ same written out in float64. Every fault that operands can have is put in, and f
 
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from data.batch import Batch
 from kernels import layouts
 from kernels.ring import comm as ring_comm
 from models import losses
+from tests.cases import table
 from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
 from tests.pages import ROOT
 from tests.ring_model import RingModel
@@ -26,16 +26,6 @@ from training.mesh import MeshShape
 
 LAYOUTS = "ring", "striped", "zigzag"
 slow = pytest.mark.slow
-
-# Every ring size in one layout, in turn; slow in the others.
-every_ring = pytest.mark.parametrize(
-    "ring, attention",
-    [
-        pytest.param(ring, name, marks=[slow] if (ring - number) % 3 else [])
-        for ring in range(1, 9)
-        for number, name in enumerate(LAYOUTS)
-    ],
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,9 +41,25 @@ def rows(tmp_path_factory):
     return HardRows(tmp_path_factory.mktemp("rows"))
 
 
+# Rings of 1 to 4, and of 8 as a loop, each in one layout; slow in the others.
+RINGS = [
+    pytest.param(
+        (ring, name),
+        marks=[slow] if (ring - number) % 3 or ring in (5, 6, 7) else [],
+    )
+    for ring in range(1, 9)
+    for number, name in enumerate(LAYOUTS)
+]
+
+
 @functools.cache
 def model_on(ring: int, attention: str) -> RingModel:
     return RingModel(MeshShape(ring=ring), attention)
+
+
+@pytest.fixture(scope="module", params=RINGS, ids=str)
+def model(request: pytest.FixtureRequest) -> RingModel:
+    return model_on(*request.param)
 
 
 def batch_of(model: RingModel, rows: HardRows) -> Batch:
@@ -108,10 +114,8 @@ def assert_moves_what_may_see_it(model: RingModel, batch: Batch) -> None:
 
 
 @pytest.mark.thorough(quick=2)
-@every_ring
-def test_a_changed_token_moves_exactly_what_may_see_it(ring, attention, rows):
+def test_a_changed_token_moves_exactly_what_may_see_it(model, rows):
     """Through a layer with a window and one without, with sinks; all else stays."""
-    model = model_on(ring, attention)
     assert_moves_what_may_see_it(model, batch_of(model, rows))
 
 
@@ -128,68 +132,48 @@ def assert_written_out(model: RingModel, rows: HardRows, *given: Any) -> None:
 
 
 @pytest.mark.thorough(quick=2)
-@every_ring
-def test_the_loss_of_every_token_is_that_written_out(ring, attention, rows):
+def test_the_loss_of_every_token_is_that_written_out(model, rows):
     """Windows, sinks, targets, and rotations by document; finite in all padding."""
-    model = model_on(ring, attention)
     assert_written_out(model, rows, batch_of(model, rows))
 
 
-# What other rings did to their operands, in natural order: in a ring of two.
-def leak(batch, index, half, sees):
-    return {"k_start": np.where(sees, 0, batch.k_start)}
+MASK_FAULTS = "leak", "no window", "next seen", "padding attends", "one shard"
+FAULTS = *MASK_FAULTS, "positions by shard", "no label at shard ends"
 
 
-def ignore_windows(batch, index, half, sees):
-    return {"k_start": np.where(sees, index - batch.positions, batch.k_start)}
-
-
-def show_the_next(batch, index, half, sees):
-    return {"k_end": batch.k_end + sees}
-
-
-def attend_in_padding(batch, index, half, sees):
-    starts = np.where(sees, batch.k_start, 0)
-    return {"k_start": starts, "k_end": np.where(sees, batch.k_end, index + 1)}
-
-
-def miss_other_shards(batch, index, half, sees):
-    late = batch.k_start.clip(half)
-    return {"k_start": np.where(index >= half, late, batch.k_start)}
-
-
-def count_positions_by_shard(batch, index, half, sees):
-    return {"positions": batch.positions % half}
-
-
-def lose_labels_of_shard_ends(batch, index, half, sees):
-    return {"targets": np.where(index == half - 1, 0, batch.targets)}
-
-
-MASK_FAULTS = leak, ignore_windows, show_the_next, attend_in_padding, miss_other_shards
-FAULTS = *MASK_FAULTS, count_positions_by_shard, lose_labels_of_shard_ends
-
-
-def name_of(fault: Callable) -> str:
-    return fault.__name__
-
-
-def faulty(model: RingModel, rows: HardRows, fault: Callable) -> Batch:
-    batch, index = rows.read(model.length), np.arange(model.length)
-    sees = batch.k_end > batch.k_start
-    batch = batch._replace(**fault(batch, index, model.length // 2, sees))
+def faulty(model: RingModel, rows: HardRows, fault: str) -> Batch:
+    """What other rings did to their operands, here in a ring of two."""
+    index, half = np.arange(model.length), model.length // 2
+    batch = rows.read(model.length)
+    k_start, k_end, sees = batch.k_start, batch.k_end, batch.k_end > batch.k_start
+    late = k_start.clip(half)
+    fields = {
+        "leak": {"k_start": np.where(sees, 0, k_start)},
+        "no window": {"k_start": np.where(sees, index - batch.positions, k_start)},
+        "next seen": {"k_end": k_end + sees},
+        "padding attends": {
+            "k_start": np.where(sees, k_start, 0),
+            "k_end": np.where(sees, k_end, index + 1),
+        },
+        "one shard": {"k_start": np.where(index >= half, late, k_start)},
+        "positions by shard": {"positions": batch.positions % half},
+        "no label at shard ends": {
+            "targets": np.where(index == half - 1, 0, batch.targets)
+        },
+    }
+    batch = batch._replace(**fields[fault])
     return Batch(*(layouts.permute(x, model.layout, model.ring) for x in batch))
 
 
 @pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize("fault", MASK_FAULTS, ids=name_of)
+@pytest.mark.parametrize("fault", MASK_FAULTS)
 def test_a_fault_of_a_mask_moves_other_tokens(fault, rows):
     model = model_on(2, "zigzag")
     with pytest.raises(AssertionError, match="Mismatched elements"):
         assert_moves_what_may_see_it(model, faulty(model, rows, fault))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=name_of)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_operands_gives_other_losses(fault, rows):
     model = model_on(2, "zigzag")
     with pytest.raises(AssertionError, match="Mismatched elements"):
@@ -204,25 +188,18 @@ def test_dropped_sinks_give_other_losses(rows):
         assert_written_out(model, rows, batch_of(model, rows), without)
 
 
-MESHES = [
-    (MeshShape(data=2, ring=4), "striped", 2),
-    (MeshShape(), "vanilla", 1),
-    (MeshShape(fsdp=2), "striped", 4),
-    (MeshShape(ring=3), "striped", 1),
-    (MeshShape(fsdp=4, ring=2), "ring", 2),
-    (MeshShape(data=2, fsdp=2, ring=2), "zigzag", 2),
-    (MeshShape(ring=8), "zigzag", 4),
-]
-every_mesh = pytest.mark.parametrize(
-    "shape, attention, microbatches",
-    [MESHES[0], *(pytest.param(*mesh, marks=slow) for mesh in MESHES[1:])],
+@pytest.fixture(
+    scope="module",
+    ids=str,
+    params=[
+        pytest.param(row, marks=[slow] * (number > 0))
+        for number, row in enumerate(table("runs.txt", "trains"))
+    ],
 )
-
-
-@functools.cache
-def run_on(shape: MeshShape, attention: str, microbatches: int) -> RingModel:
-    """One that validates and makes steps."""
-    return RingModel(shape, attention, train__microbatches=microbatches)
+def run(request: pytest.FixtureRequest) -> RingModel:
+    """A model that validates and makes steps."""
+    sizes, attention, microbatches = request.param
+    return RingModel(MeshShape(**sizes), attention, train__microbatches=microbatches)
 
 
 def mean_loss(losses: np.ndarray, batch: Batch) -> float:
@@ -238,15 +215,13 @@ def assert_means(model: RingModel, rows: HardRows, wanted: float) -> None:
 
 
 @pytest.mark.thorough
-@every_mesh
-def test_evaluation_loss_is_the_training_loss(shape, attention, microbatches, rows):
+def test_evaluation_loss_is_the_training_loss(run, rows):
     """And the mean of all tokens, in float64, not that of the shards' means."""
-    model = run_on(shape, attention, microbatches)
-    losses, weights = truth(model, rows), batch_of(model, rows).loss_weights
-    wanted = mean_loss(losses, rows.read(model.length))
-    assert_means(model, rows, wanted)
-    by_slot = layouts.permute(losses, model.layout, model.ring)
-    cut = functools.partial(np.split, indices_or_sections=max(2, model.ring), axis=1)
+    losses, weights = truth(run, rows), batch_of(run, rows).loss_weights
+    wanted = mean_loss(losses, rows.read(run.length))
+    assert_means(run, rows, wanted)
+    by_slot = layouts.permute(losses, run.layout, run.ring)
+    cut = functools.partial(np.split, indices_or_sections=max(2, run.ring), axis=1)
     shards = zip(cut(by_slot), cut(weights), strict=True)
     means = [(x * w).sum() / w.sum() for x, w in shards if w.any()]
     assert np.mean(means) != pytest.approx(wanted, rel=5e-4)
@@ -274,51 +249,42 @@ def assert_slopes(model: RingModel, rows: HardRows, rng: np.random.Generator) ->
 
 
 @pytest.mark.thorough
-@every_mesh
-def test_gradients_are_the_slopes_of_the_loss(
-    shape, attention, microbatches, rows, rng
-):
+def test_gradients_are_the_slopes_of_the_loss(run, rows, rng):
     """Along every parameter, of rows that are mostly padding."""
-    assert_slopes(run_on(shape, attention, microbatches), rows, rng)
+    assert_slopes(run, rows, rng)
 
 
 @pytest.mark.thorough
-@every_mesh
-def test_the_gradient_of_a_loss_reaches_exactly_what_it_sees(
-    shape, attention, microbatches, rows
-):
+def test_the_gradient_of_a_loss_reaches_exactly_what_it_sees(run, rows):
     """Of one token's loss in each row; every token has an embedding of its own."""
-    model = run_on(shape, attention, microbatches)
-    batch, length = batch_of(model, rows), model.length
-    wanted = [reach(row, length, model.windows) for row in ROWS.values()]
-    for token, slot in enumerate(model.slots()):
+    batch, length = batch_of(run, rows), run.length
+    wanted = [reach(row, length, run.windows) for row in ROWS.values()]
+    for token, slot in enumerate(run.slots()):
         weights = np.zeros_like(batch.loss_weights)
         weights[:, slot] = 1
-        gradients, _ = model.step(batch._replace(loss_weights=weights))
+        gradients, _ = run.step(batch._replace(loss_weights=weights))
         found = gradients["embedding"].any(axis=1).reshape(len(ROWS), MOST)[:, :length]
         np.testing.assert_array_equal(found, [row[token] for row in wanted])
 
 
 @pytest.mark.thorough
-@every_mesh
-def test_nothing_of_a_step_is_left_in_the_next(shape, attention, microbatches, rows):
+def test_nothing_of_a_step_is_left_in_the_next(run, rows):
     """Other tokens, targets and parameters between two steps that are the same."""
 
     def another(batch, slots):
         return changed(batch, slots)._replace(targets=(batch.targets + 1) % VOCAB)
 
-    model = run_on(shape, attention, microbatches)
-    batch, natural = batch_of(model, rows), rows.read(model.length)
+    batch, natural = batch_of(run, rows), rows.read(run.length)
     places = np.arange(len(ROWS))
-    moved = jax.tree.map(lambda x: 1.5 * x, jax.device_get(model.parameters))
-    given = (batch,), (another(batch, model.slots()[places]), moved), (batch,)
-    wanted = token_losses(model.sizes, moved, another(natural, places))
+    moved = jax.tree.map(lambda x: 1.5 * x, jax.device_get(run.parameters))
+    given = (batch,), (another(batch, run.slots()[places]), moved), (batch,)
+    wanted = token_losses(run.sizes, moved, another(natural, places))
     wanted = mean_loss(wanted, natural)
-    first, between, again = (model.step(*each) for each in given)
+    first, between, again = (run.step(*each) for each in given)
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert float(between[1]["loss"]) == pytest.approx(wanted, rel=1e-5)
     assert float(first[1]["loss"]) != pytest.approx(wanted, rel=1e-2)
-    first, between, again = (model.evaluation(*each) for each in given)
+    first, between, again = (run.evaluation(*each) for each in given)
     assert between == pytest.approx(wanted, rel=1e-5) and first == again != between
 
 
