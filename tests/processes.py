@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 Ended = tuple[int, str, str]
@@ -20,13 +21,19 @@ def free_port() -> int:
 class Processes:
     """Python processes that run at the same time; a context manager that ends them."""
 
-    def __init__(self, commands: Sequence[Sequence[object]], **environment: str):
-        """Starts `python COMMAND` for each of the commands, from the root."""
+    def __init__(
+        self,
+        commands: Sequence[Sequence[object]],
+        cwd: Path = ROOT,
+        python: str = sys.executable,
+        **environment: str,
+    ):
+        """Starts `python COMMAND` for each of the commands, from a folder."""
         # Each has devices of its own, and none of those that the tests simulate.
         self.running = [
             subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                cwd=ROOT,
+                [python, *map(str, command)],
+                cwd=cwd,
                 env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -59,8 +66,8 @@ class Processes:
         return [(code, *texts) for code, texts in zip(codes, said, strict=True)]
 
 
-def run_program(*command: object, timeout: float = 300, **environment: str) -> Ended:
-    """Exit code, stdout and stderr of `python COMMAND`."""
-    with Processes([command], **environment) as one:
+def run_program(*command: object, timeout: float = 300, **options: Any) -> Ended:
+    """Exit code, stdout and stderr of `python COMMAND`; options: see `Processes`."""
+    with Processes([command], **options) as one:
         (result,) = one.finish(timeout)
     return result

@@ -1,8 +1,12 @@
-"""Bad input is refused with its value and a remedy, before anything is compiled."""
+"""Bad input is refused with its value and a remedy, before anything is compiled.
+
+What changes between the starts of a run is told, or refused by its name.
+"""
 
 import math
 import random
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,15 +20,15 @@ import train
 from configs import base
 from tasks.command_line import read_config
 from tasks.config_errors import fields_by_name
+from tasks.task import run_settings
 from tests.cases import lines
-from tests.processes import run_program
 from tests.runs import checkpoints_of, files, small_config, small_flags
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_compiled(monkeypatch):
     """Fails the test where the trainer makes a program, however small."""
-    error = AssertionError("bad input was not refused before jax.jit")
+    error = AssertionError("not refused before jax.jit")
     monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=error))
 
 
@@ -35,21 +39,8 @@ def refusal(config: Any) -> str:
     return str(caught.value)
 
 
-BAD_CONFIGS = lines("bad_configs.txt")
-COUNTS = "checkpoint.save_every_steps train.extra_steps train.validation_batches seed"
-COUNTS += " simulated_devices feed_forward_chunk_tokens loss_chunk_tokens"
-SIZES = "mesh.fsdp train.microbatches train.steps train.log_every_steps stripe_granule"
-SIZES += " train.validate_every_steps checkpoint.keep guard.stop_after"
-SIZES += " data.context_tokens"
-FLOATS = "guard.spike_sigmas guard.step_seconds remat_budget_gib"
-BAD_CONFIGS += [
-    f"{name}={low} => config.{name}={low} | at least {least}"
-    for low, least, names in ((-1, 0, COUNTS), (-1.0, 0, FLOATS), (0, 1, SIZES))
-    for name in names.split()
-]
-
-
-@pytest.mark.parametrize("row", BAD_CONFIGS)
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.parametrize("row", lines("bad_configs.txt"))
 def test_a_bad_config_is_refused(corpus, tmp_path, row):
     fields, parts = row.split(" => ")
     flags = [f"--config.{field}" for field in fields.split()]
@@ -59,35 +50,9 @@ def test_a_bad_config_is_refused(corpus, tmp_path, row):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_good_config_would_be_compiled(corpus, tmp_path):
+def test_a_good_config_would_be_compiled(corpus, tmp_path, nothing_is_compiled):
     with pytest.raises(AssertionError, match="not refused before jax.jit"):
         train.train(small_config(corpus, tmp_path), lambda line: None)
-
-
-def test_a_checkpoint_of_another_model_is_refused_and_kept(corpus, tmp_path):
-    scaled = {"rope_scaling__rope_type": "linear", "rope_scaling__factor": 2.0}
-    sizes = {"model__num_layers": 3, "model__head_dim": 16}
-    with checkpoints_of(small_config(corpus, tmp_path, **sizes, **scaled)) as saved:
-        saved.save(7, {"weights": np.arange(5.0)})
-    before, message = files(tmp_path), refusal(small_config(corpus, tmp_path))
-    assert f"step 7 in {tmp_path / 'checkpoints'} belongs to another model" in message
-    for part in (
-        "num_layers: saved 3, this run 2",
-        "head_dim: saved 16, this run 8",
-        "rope_scaling.rope_type: saved linear, this run nothing",
-    ):
-        assert part in message
-    assert files(tmp_path) == before
-
-
-@pytest.mark.thorough
-def test_the_command_line_says_one_line_and_fails(corpus, tmp_path):
-    flags = small_flags(corpus, tmp_path / "run", implementation="pallas_tpu")
-    status, _, errors = run_program("train.py", *flags)
-    assert status == 1, errors
-    (line,) = errors.splitlines()
-    assert line.startswith("error: config.implementation='pallas_tpu' cannot attend")
-    assert "needs a TPU" in line and not (tmp_path / "run").exists()
 
 
 SEED, COUNT = 19, 600
@@ -141,3 +106,111 @@ def test_drawn_configs_are_compiled_or_refused_by_name(corpus, tmp_path, monkeyp
             bad.append(f"{fault}: {drawn}: {caught.type}: {caught.value}")
     assert bad == []
     assert outcomes[Compiled] > COUNT / 10 and outcomes[ValueError] > COUNT / 3
+
+
+STEP = 7
+TAKEN = "does not fit the train state"
+"""What ends a start that got as far as the state, of which there is one array."""
+
+
+def save(
+    corpus: Path, workdir: Path, step: int = STEP, run: str = "0badcafe", **fields: Any
+) -> None:
+    """A checkpoint of a run with these fields."""
+    config = small_config(corpus, workdir, **fields)
+    with checkpoints_of(config) as checkpoints:
+        if run:
+            checkpoints.record = {"run": run, "settings": run_settings(config, print)}
+        checkpoints.save(step, {"weights": np.arange(5.0)})
+
+
+def start(corpus: Path, workdir: Path, **fields: Any) -> tuple[list[str], str]:
+    """What a start says, and what ends it; nothing in the workdir may change."""
+    config, said, before = small_config(corpus, workdir, **fields), [], files(workdir)
+    with pytest.raises(ValueError) as caught:
+        train.train(config, said.append)
+    assert files(workdir) == before
+    return said, str(caught.value)
+
+
+def changes(said: list[str]) -> list[str]:
+    beginning = f"changed since step {STEP}: "
+    return [x.removeprefix(beginning) for x in said if x.startswith(beginning)]
+
+
+PINNED = [("seed", 0, 1), ("data.rows", "packed", "documents")]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "before", "now"), PINNED)
+def test_what_says_which_data_are_read_is_refused_unless_allowed(
+    corpus, tmp_path, name, before, now
+):
+    save(corpus, tmp_path, **{name: before})
+    said, error = start(corpus, tmp_path, **{name: now})
+    assert f"step {STEP} was made with other settings: {name}: saved {before}," in error
+    assert f"this run {now}. They say which data" in error
+    assert f"""--config.may_change="('{name}',)\"""" in error
+    assert len(error.splitlines()) == 1 and changes(said) == []
+    said, error = start(corpus, tmp_path, **{name: now, "may_change": (name,)})
+    assert changes(said) == [f"{name}: {before} -> {now}"]
+    assert TAKEN in error
+
+
+@pytest.mark.thorough
+def test_what_a_run_may_change_is_told_in_a_line_each(corpus, tmp_path):
+    save(corpus, tmp_path, optimizer__clip_norm=math.inf)
+    fields = {"mesh__ring": 2, "mesh__fsdp": 4, "data__threads": 1}
+    said, _ = start(corpus, tmp_path, **fields, optimizer__clip_norm=0.5)
+    assert changes(said) == [
+        "mesh.fsdp: 2 -> 4",
+        "mesh.ring: 4 -> 2",
+        "optimizer.clip_norm: inf -> 0.5",
+    ]
+    said, _ = start(corpus, tmp_path, optimizer__clip_norm=math.inf)
+    assert changes(said) == []
+
+
+@pytest.mark.quick
+def test_a_corpus_may_move(corpus, tmp_path):
+    """It may not be replaced: see tests/test_train_on_formats.py."""
+    copy, workdir = shutil.copytree(corpus, tmp_path / "copy"), tmp_path / "run"
+    save(copy, workdir)
+    said, _ = start(corpus, workdir)
+    assert changes(said) == [f"data.corpus: {copy} -> {corpus}"]
+
+
+@pytest.mark.quick
+def test_steps_of_two_runs_are_refused(corpus, tmp_path):
+    save(corpus, tmp_path, step=STEP, run="0badcafe")
+    save(corpus, tmp_path, step=9, run="deadbeef")
+    _, error = start(corpus, tmp_path)
+    assert "of several runs (step 9 of run deadbeef, step 7 of run 0badcafe)" in error
+    assert "move away those" in error
+    _, error = start(corpus, tmp_path, may_change=("run",))
+    assert TAKEN in error
+
+
+@pytest.mark.quick
+def test_steps_of_older_programs_are_taken_and_it_is_said(corpus, tmp_path):
+    save(corpus, tmp_path, run="")
+    said, error = start(corpus, tmp_path, seed=1)
+    assert any(x.startswith(f"step {STEP} was saved without") for x in said)
+    assert TAKEN in error
+    _, error = start(corpus, tmp_path, may_change=("sede",))
+    assert "may_change=('sede',) names 'sede', which is" in error
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(
+    corpus, tmp_path, nothing_is_compiled
+):
+    scaled = {"rope_scaling__rope_type": "linear", "rope_scaling__factor": 2.0}
+    save(corpus, tmp_path, model__num_layers=3, model__head_dim=16, **scaled)
+    _, error = start(corpus, tmp_path)
+    assert f"step 7 in {tmp_path / 'checkpoints'} belongs to another model" in error
+    for part in (
+        "num_layers: saved 3, this run 2",
+        "head_dim: saved 16, this run 8",
+        "rope_scaling.rope_type: saved linear, this run nothing",
+    ):
+        assert part in error

@@ -7,29 +7,17 @@ import sys
 import pytest
 
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
-from tests.cases import pairs, table
+from tests.cases import table
 from tests.processes import ROOT, run_program
-
-PROGRAMS = pairs("runs.txt", "program")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        pytest.param(*row, marks=() if row[0] == "convert_hf" else pytest.mark.slow)
-        for row in PROGRAMS
-    ],
-)
-def test_compilers_of_chips_that_are_not_there_are_silent(name, arguments, tmp_path):
-    command = arguments.format(folder=tmp_path).split()
+def test_compilers_of_chips_that_are_not_there_are_silent():
+    command = "-m", "tools.convert_hf", "import", "nowhere", "nowhere/else"
     # As a user starts it: nothing says where JAX is to look for devices.
-    status, _, said = run_program(
-        "-m", *f"tools.{name}".split(), *command, JAX_PLATFORMS=""
-    )
-    lines = said.splitlines()
-    assert status == len(lines), said
-    assert all(line.startswith("error: ") for line in lines), said
+    status, _, said = run_program(*command, JAX_PLATFORMS="")
+    (line,) = said.splitlines()
+    assert status == 1 and line.startswith("error: ")
 
 
 @pytest.mark.quick
@@ -134,24 +122,19 @@ def test_an_error_of_the_program_itself_has_its_trace():
         end_by(RuntimeError("a mistake"))
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "nan", "two", "", "1e99x"])
-def test_numbers_of_arguments_are_checked(text):
-    for kind in (at_least(1), at_least(1, float), at_least(0.5, float)):
-        with pytest.raises(Exception, match="must be a .*number.* got") as caught:
-            kind(text)
-        assert text in str(caught.value)
+@pytest.mark.parametrize(
+    "kind, wrong",
+    [
+        *((at_least(1), text) for text in ("0", "-3", "nan", "two", "", "1e99x")),
+        *((at_least(0.5, float), text) for text in ("0", "nan", "two", "")),
+        *((share, text) for text in ("-0.1", "1.1", "nan", "inf", "half")),
+    ],
+)
+def test_numbers_of_arguments_are_checked(kind, wrong):
+    with pytest.raises(Exception, match=f"must be a .*number.* got '?{wrong}"):
+        kind(wrong)
     assert at_least(0)("0") == 0 and at_least(0, float)("inf") == float("inf")
-
-
-@pytest.mark.parametrize("text", ["-0.1", "1.1", "nan", "inf", "half"])
-def test_shares_of_arguments_are_checked(text):
-    with pytest.raises(Exception, match=f"must be a number.* got '?{text}"):
-        share(text)
     assert [share("0"), share("1")] == [0, 1]
-
-
-TINY = "--config=configs/tiny.py"
-NOT_GIVEN = "no --config=configs/NAME.py was given"
 
 
 @pytest.mark.parametrize(("arguments", "message"), table("runs.txt", "arguments"))

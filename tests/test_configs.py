@@ -226,40 +226,27 @@ def test_all_that_is_wrong_is_said_once():
     raise_all([lambda: None])
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    """One of a tokenizer of 290 ids."""
+def test_the_vocabulary_is_the_corpus_rounded_up_unless_the_config_sets_one(tmp_path):
+    corpus = tmp_path / "corpus"
     fields = {"name": "wide", "path": None, "vocab_size": 290, "end_of_document": 0}
-    with TokenFileWriter(tmp_path / "corpus", SimpleNamespace(**fields)) as writer:
+    with TokenFileWriter(corpus, SimpleNamespace(**fields)) as writer:
         for split in "train", "validation":
             writer.write(split, np.arange(290))
-    return tmp_path / "corpus"
 
+    def config(size: int = 0, place: object = corpus) -> ml_collections.ConfigDict:
+        return small_config(place, "runs/x", model__vocab_size=size)
 
-def vocab_size(corpus: Path | str, given: int = 0) -> int:
-    config = small_config(corpus, "runs/x", model__vocab_size=given)
-    return text.sizes(config).vocab_size
-
-
-def test_it_is_the_corpus_rounded_up_unless_the_config_sets_one(corpus):
-    assert vocab_size(corpus) == 296
-    assert vocab_size(corpus, 291) == 291
-    assert vocab_size("") == 264  # bytes
+    given = (config(), 296), (config(291), 291), (config(0, ""), 264)  # of bytes
+    assert all(text.sizes(c).vocab_size == size for c, size in given)
     # What runs record, so that a run goes on with either way to say it.
-    own, given = (
-        task.run_settings(small_config(corpus, "runs/x", model__vocab_size=size), print)
-        for size in (0, 296)
-    )
-    assert own == given and own["model.vocab_size"] == 296
-
-
-def test_a_corpus_without_one_is_refused(corpus, tmp_path):
+    own, same = (task.run_settings(config(size), print) for size in (0, 296))
+    assert own == same and own["model.vocab_size"] == 296
     with pytest.raises(FileNotFoundError, match=r"no corpus .*or set config.model.voc"):
-        vocab_size(tmp_path / "nowhere")
+        text.sizes(config(place=tmp_path / "nowhere"))
     meta = json.loads((corpus / "meta.json").read_text())
     (corpus / "meta.json").write_text(json.dumps(meta | {"vocab_size": 0}))
     with pytest.raises(ValueError, match=r"vocab_size=0 must be .*prepare the corpus"):
-        vocab_size(corpus)
+        text.sizes(config())
 
 
 def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):

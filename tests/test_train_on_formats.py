@@ -1,7 +1,4 @@
-"""From people's files to a trained step, and from chats to a model that answers.
-
-The command that a program prints is run, with a small model; all share one program.
-"""
+"""From people's files to a trained step, and from chats to a model that answers."""
 
 import io
 import json
@@ -20,6 +17,7 @@ from data.text.token_file import SPLITS, TokenFile
 from data.text.tokenizer import open_tokenizer
 from tasks.command_line import read_config
 from tests import tables
+from tests.cases import table
 from tests.chat_families import FAMILIES
 from tests.runs import SMALL, Run
 from tools import generate, prepare_chat, prepare_text
@@ -29,11 +27,6 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("programs")]
 RNG = np.random.default_rng(3)
 WORDS = ["ring", "stripe", "a", "token", "of", "sequence", "und", "sieht"]
 ROWS = [{"text": " ".join(RNG.choice(WORDS, RNG.integers(1, 150)))} for _ in range(60)]
-TURN = {"role": "user", "content": [{"type": "text", "text": "Who?"}]}
-CHATS = [
-    {"messages": [TURN, {"role": "assistant", "content": row["text"][:20]}]}
-    for row in ROWS
-]
 
 
 @pytest.fixture(autouse=True)
@@ -64,34 +57,14 @@ def losses(flags: list[str], folder: Path) -> list[float]:
     return [loss for _, loss in Run(folder / "corpus", folder / "run").curve()]
 
 
-def test_parquet_files_of_the_hub_train(tmp_path, capsys):
-    source = tables.save_on_hub(tmp_path / "set", {"train": ROWS, "test": ROWS[:20]})
-    flags = prepared(prepare_text, tmp_path, source, capsys)
-    found = losses(flags, tmp_path)
-    assert len(found) == 4 and np.isfinite(found).all() and found[0] > 5
-    splits = (TokenFile.open(tmp_path / "corpus", split) for split in SPLITS)
-    assert [split.starts.size for split in splits] == [60, 20]
-
-
-def test_a_list_of_messages_trains(tmp_path, capsys):
-    source = tables.compress(tmp_path / "chats.json", tables.as_list(CHATS))
-    arguments = "--context-tokens", "78", "--template", "llama2"
-    flags = prepared(prepare_chat, tmp_path, source, capsys, *arguments)
-    assert "--config.data.rows=whole" in flags
-    found = losses(flags, tmp_path)
-    assert len(found) == 4 and np.isfinite(found).all()
-    corpus = TokenFile.open(tmp_path / "corpus", "train")
-    text = bytes(corpus.tokens[: int(corpus.starts[1]) - 1].tolist()).decode()
-    reply = text.removeprefix("[INST] Who? [/INST] ").strip()
-    assert reply in {row["text"][:20].strip() for row in ROWS}
-    assert corpus.loss_mask[: int(corpus.starts[1])].sum() == len(reply) + 3
-
-
-def test_a_mixture_of_a_data_set_and_zst_resumes_where_it_was(tmp_path, capsys):
+def test_a_mixture_of_parquet_of_the_hub_and_zst_resumes_where_it_was(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    source = tables.save_to_disk(tmp_path / "set", ROWS[:40])
+    splits = {"train": ROWS[:40], "test": ROWS[:20]}
+    source = tables.save_on_hub(tmp_path / "set", splits)
     prepared(prepare_text, tmp_path / "a", source, capsys)
+    found = (TokenFile.open(tmp_path / "a/corpus", split) for split in SPLITS)
+    assert [split.starts.size for split in found] == [40, 20]
     lines = tables.as_lines(ROWS[40:])
     source = tables.compress(tmp_path / "rows.jsonl.zst", lines)
     flags = prepared(prepare_text, tmp_path / "b", source, capsys)
@@ -133,21 +106,7 @@ def write_chats(path: Path) -> None:
     path.write_bytes(tables.as_lines([{"messages": row} for row in rows]))
 
 
-FIELDS = {
-    "simulated_devices": 1,
-    "implementation": "reference",
-    "attention": "vanilla",
-    "mesh__fsdp": 1,
-    "mesh__ring": 1,
-    "data__rows": "whole",
-    "data__context_tokens": 64,
-    "data__batch_rows": 8,
-    "model__hidden_size": 64,
-    "optimizer__peak_lr": 1e-2,
-    "train__steps": 140,
-    "train__validation_batches": 0,
-    "checkpoint__save_every_steps": 140,
-}
+FIELDS = dict(table("runs.txt", "chats"))
 
 
 def test_a_model_trained_on_chats_answers_and_stops(tmp_path, capsys, monkeypatch):
