@@ -50,15 +50,10 @@ def truncate(step: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def empty_the_directory(step: Path) -> None:
-    shutil.rmtree(step)
-    step.mkdir()
-
-
-def put_a_directory_for_the_data(step: Path) -> None:
-    file = largest(step)
-    file.unlink()
-    file.mkdir()
+def make_a_directory(path: Path) -> None:
+    """In the place of what is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.mkdir()
 
 
 def take_from_another_step(step: Path, part: str) -> None:
@@ -85,10 +80,10 @@ def change_meta(step: Path, old: str, new: str) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (flip_the_middle, "state"),
     "truncated": (truncate, "state"),
-    "empty directory": (empty_the_directory, "is missing"),
+    "empty directory": (make_a_directory, "is missing"),
     "no state": (lambda step: shutil.rmtree(step / "state"), "state is missing"),
     "no meta": (lambda step: shutil.rmtree(step / "meta"), "meta is missing"),
-    "a directory for the data": (put_a_directory_for_the_data, "state"),
+    "a directory for the data": (lambda step: make_a_directory(largest(step)), "state"),
     "cut meta": (lambda step: change_meta(step, ".$", ""), "meta: JSONDecodeError"),
     "another step's state": (
         lambda s: take_from_another_step(s, "state"),
@@ -128,7 +123,7 @@ def test_a_damaged_step_is_set_aside_for_the_one_before(directory, logged, damag
 @pytest.mark.thorough
 def test_damaged_steps_are_out_of_the_way_of_new_ones(directory, logged):
     flip_the_middle(directory / "30")
-    empty_the_directory(directory / "20")
+    make_a_directory(directory / "20")
     with checkpoints(directory, logged.append) as saved:
         assert_restores(saved, 10)
         saved.save(20, state(20))

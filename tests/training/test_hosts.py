@@ -197,9 +197,3 @@ def test_an_error_of_one_process_ends_it_and_the_others():
     assert (first, code) == (HUNG, 1)
     assert errors.splitlines()[-1] == "error: of one process"
     assert "Traceback" not in errors
-
-
-def test_a_process_alone_agrees_with_itself():
-    assert hosts.all_agree(True) and not hosts.all_agree(False)
-    assert hosts.first_says(7) == 7
-    hosts.wait_for_all("here")

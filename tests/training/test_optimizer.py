@@ -145,16 +145,6 @@ def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(kind, tmp_pat
     assert_equal_bits(resumed, whole)
 
 
-@pytest.mark.thorough
-def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
-    state, _ = run("least", first("least", CUBE), range(3), CUBE)
-    restored = saved_and_restored(tmp_path, state, programs("least")[1])
-    assert_equal_bits(jax.device_get(restored), jax.device_get(state))
-    _, losses = run("least", restored, range(3, 6))
-    _, wanted = run("least", first("least"), range(6))
-    np.testing.assert_allclose(losses, wanted[3:], rtol=2e-3)
-
-
 @pytest.mark.thorough(quick=1)
 @EVERY
 def test_losses_reach_those_of_adamw(kind):

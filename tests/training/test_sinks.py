@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import jax.numpy as jnp
 import pytest
 
 from tests import buckets
 from training import sinks
-from training.sinks import JsonLines, Sink, Sinks, WandbSink, check_wandb
+from training.sinks import JsonLines, WandbSink, check_wandb
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -171,13 +170,3 @@ def test_points_that_wandb_loses_are_said_once_and_end_no_run(wandb, tmp_path):
     wandb.fault = None
     sink.scalars(7, {"loss": 1.0})
     assert wandb.logged == [(7, {"loss": 1.0})]
-
-
-def test_several_sinks_get_every_call_and_none_is_needed():
-    both = mock.Mock(spec=Sink), mock.Mock(spec=Sink)
-    for sink in Sinks(both), Sink():
-        with sink:
-            sink.scalars(1, {"loss": 1.0})
-            sink.flush()
-    wanted = [mock.call.scalars(1, {"loss": 1.0}), mock.call.flush(), mock.call.close()]
-    assert [sink.mock_calls for sink in both] == [wanted] * 2
