@@ -41,12 +41,9 @@ def matrix(k_start: np.ndarray, k_end: np.ndarray, keys: int) -> np.ndarray:
     return masks.in_interval(k_start[..., None], np.arange(keys), k_end[..., None])
 
 
-def tiled(mask: np.ndarray, block: tuple[int, int], filler: bool) -> np.ndarray:
-    """(B, T, S) -> (B, query tiles, key tiles, block_q, block_k)."""
-    widths = [(0, 0)] + [
-        (0, -n % b) for n, b in zip(mask.shape[1:], block, strict=True)
-    ]
-    mask = np.pad(mask, widths, constant_values=filler)
+def tiled(mask: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """(B, T, S) -> (B, query tiles, key tiles, block_q, block_k), rows filled up."""
+    mask = np.pad(mask, [(0, 0), (0, -mask.shape[1] % block[0]), (0, 0)], mode="edge")
     batch, queries, keys = mask.shape
     mask = mask.reshape(batch, queries // block[0], block[0], -1, block[1])
     return mask.swapaxes(2, 3)
@@ -72,49 +69,22 @@ def tile_count(length: int, block: int) -> int:
 
 @each_shape
 @each_block
-def test_full_tiles_are_all_visible_and_tiles_that_are_not_live_invisible(
+def test_full_tiles_are_all_visible_and_live_ones_those_that_the_bounds_touch(
     shape, block, rng
 ):
     """Rows after the last do not count; slots after the last are never visible."""
     queries, keys = shape
-    padded_keys = tile_count(keys, block[1]) * block[1]
-    for k_start, k_end in random_bounds(rng, shape):
-        live, full = live_and_full(
-            key_ranges(k_start, k_end, *block), tile_count(keys, block[1])
-        )
-        mask = matrix(k_start, k_end, padded_keys)
-        np.testing.assert_array_equal(full, tiled(mask, block, True).all((-1, -2)))
-        visible = tiled(mask, block, False).any((-1, -2))
-        assert not (visible & ~live).any()
-
-
-@each_shape
-@each_block
-def test_live_tiles_are_those_that_the_outermost_bounds_touch(shape, block, rng):
-    queries, keys = shape
     tiles = tile_count(keys, block[1])
+    last = np.minimum(np.arange(block[0], queries + block[0], block[0]), queries) - 1
+    slot = block[1] * np.arange(tiles)
     for k_start, k_end in random_bounds(rng, shape):
-        live, _ = live_and_full(key_ranges(k_start, k_end, *block), tiles)
-        for i in range(live.shape[1]):
-            first, last = i * block[0], min((i + 1) * block[0], queries) - 1
-            for j in range(tiles):
-                j0, j1 = j * block[1], (j + 1) * block[1] - 1
-                empty = (j0 >= k_end[:, last]) | (j1 < k_start[:, first])
-                np.testing.assert_array_equal(live[:, i, j], ~empty)
-
-
-@each_shape
-@pytest.mark.parametrize("block_k", [1, 3, 50])
-def test_tiles_of_one_row_with_visible_keys_are_live_if_any_is_visible(
-    shape, block_k, rng
-):
-    tiles = tile_count(shape[1], block_k)
-    for k_start, k_end in random_bounds(rng, shape):
-        live, _ = live_and_full(key_ranges(k_start, k_end, 1, block_k), tiles)
-        mask = matrix(k_start, k_end, tiles * block_k)
-        visible = tiled(mask, (1, block_k), False).any((-1, -2))
-        has_keys = k_start < k_end
-        np.testing.assert_array_equal(live[has_keys], visible[has_keys])
+        live, full = live_and_full(key_ranges(k_start, k_end, *block), tiles)
+        visible = tiled(matrix(k_start, k_end, tiles * block[1]), block)
+        np.testing.assert_array_equal(full, visible.all((-1, -2)))
+        is_touched = (k_start[:, :: block[0], None] < slot + block[1]) & (
+            slot < k_end[:, last, None]
+        )
+        np.testing.assert_array_equal(live, is_touched)
 
 
 @each_shape
@@ -145,19 +115,6 @@ def test_jax_and_numpy_agree(shape, block, rng):
             ):
                 assert got.dtype == bound.dtype == np.int32
                 np.testing.assert_array_equal(got, bound)
-
-
-def test_causal_tiles_are_below_or_on_the_diagonal():
-    k_start, k_end = np.zeros((1, 12), np.int32), np.arange(1, 13, dtype=np.int32)[None]
-    ranges = key_ranges(k_start, k_end, 4, 2)
-    assert [bound.tolist() for bound in ranges] == [
-        [[0, 0, 0]], [[0, 0, 0]], [[0, 2, 4]], [[2, 4, 6]]
-    ]  # fmt: skip
-    assert ranges.work().tolist() == [[2, 4, 6]]
-    ranges = query_ranges(k_start, k_end, 4, 2, 12)
-    assert [bound.tolist() for bound in ranges] == [
-        [[0, 0, 1, 1, 2, 2]], [[1, 1, 2, 2, 3, 3]], [[3] * 6], [[3] * 6]
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
