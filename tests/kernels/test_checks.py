@@ -1,5 +1,6 @@
 """Tests of arguments of attention: refused, or accepted in several forms."""
 
+import dataclasses
 import functools
 import re
 
@@ -9,71 +10,89 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from kernels import masks
+from kernels import backends, masks
+from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.hopper.launch import HopperBlocks
+from kernels.backends.tpu.block_sizes import TPU_FORWARD
+from kernels.backends.triton_gpu.block_sizes import TritonBlocks
 from kernels.checks import check_increasing
 from kernels.masks import Visible
 from kernels.one_device import attention
 
-
-@pytest.mark.parametrize(
-    "q, k, v, words",
-    [
-        ((8, 4, 6), (8, 2, 6), (8, 2, 6), r"must be \(B, T, H, D\).*q.shape=\(8, 4, 6"),
-        ((2, 8, 4, 6), (2, 8, 2, 6), (2, 8, 2), r"must be \(B, T, H, D\)"),
-        ((2, 8, 4, 6), (2, 8, 2, 6), (2, 9, 2, 6), "k and v must have one shape"),
-        ((2, 8, 4, 6), (3, 8, 2, 6), (3, 8, 2, 6), "batch and head size.*must agree"),
-        ((2, 8, 4, 6), (2, 8, 2, 5), (2, 8, 2, 5), "batch and head size.*must agree"),
-        (
-            (2, 8, 4, 6),
-            (2, 8, 3, 6),
-            (2, 8, 3, 6),
-            "H=4 must be a multiple of .*K=3, got",
-        ),
-        ((2, 8, 4, 6), (2, 8, 0, 6), (2, 8, 0, 6), "must not be empty, got q.shape"),
-        ((2, 0, 4, 6), (2, 8, 2, 6), (2, 8, 2, 6), "must not be empty, got q.shape"),
-        ((2, 8, 4, 6), (2, 0, 2, 6), (2, 0, 2, 6), "must not be empty, got q.shape"),
-        ((2, 8, 4, 0), (2, 8, 2, 0), (2, 8, 2, 0), "must not be empty, got q.shape"),
-        ((2, 8, 0, 6), (2, 8, 2, 6), (2, 8, 2, 6), "must not be empty, got q.shape"),
-        ((0, 8, 4, 6), (0, 8, 2, 6), (0, 8, 2, 6), "must not be empty, got q.shape"),
-    ],
-)
-def test_shapes_that_do_not_fit_together_are_refused(q, k, v, words):
-    with pytest.raises(ValueError, match=words):
-        attention(jnp.zeros(q), jnp.zeros(k), jnp.zeros(v))
+X = jnp.ones((2, 8, 4, 6))
+FIT = (2, 8, 4, 6), (2, 8, 2, 6), (2, 8, 2, 6)
 
 
-@pytest.mark.parametrize(
-    "dtypes, words",
-    [
-        (("bfloat16", "float32", "float32"), "one type, got bfloat16, float32.*cast"),
-        (("float32", "float32", "bfloat16"), "one type, got float32, float32, bfl"),
-        (("int32", "int32", "int32"), "float16, .* or float64, got int32"),
-        (("float8_e4m3fn",) * 3, "float16, .* or float64, got float8_e4m3fn"),
-    ],
-)
-def test_types_that_do_not_fit_together_are_refused(dtypes, words):
-    q, k, v = (jnp.zeros((2, 8, 4, 6), dtype) for dtype in dtypes)
-    with pytest.raises(ValueError, match=words):
-        attention(q, k, v)
+def shaped(axis: int | None = None, size: int = 0, *, of: str = "qkv") -> dict:
+    """q, k and v, of which some have another size of an axis, or one axis less."""
+    arrays = {}
+    for name, shape in zip("qkv", FIT, strict=True):
+        if name in of:
+            shape = shape[1:] if axis is None else list(shape)
+            if axis is not None:
+                shape[axis] = size
+        arrays[name] = jnp.zeros(shape)
+    return arrays
 
 
-@pytest.mark.parametrize(
-    "shapes", [[(1, 7)] * 2, [(3, 8)] * 2, [(1, 8), (2, 8)], [(8,)] * 2]
-)
-def test_bounds_of_another_shape_are_refused(shapes):
-    x = jnp.zeros((2, 8, 4, 6))
-    visible = Visible(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
-    words = re.escape(f"k_start.shape={shapes[0]} and k_end.shape={shapes[1]}")
-    with pytest.raises(ValueError, match=r"\(B, T\) or \(1, T\).*" + words):
-        attention(x, x, x, visible=visible)
+def typed(*dtypes: str) -> dict:
+    arrays = (jnp.zeros(X.shape, dtype) for dtype in dtypes)
+    return dict(zip("qkv", arrays, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bool", "uint8", "uint32", "uint64"])
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-def test_bounds_that_are_no_signed_integers_are_refused(array, dtype):
-    x, bound = jnp.zeros((2, 8, 4, 6)), np.zeros((1, 8), dtype)
-    with pytest.raises(ValueError, match=f"signed integers.*{array(bound).dtype}"):
-        attention(x, x, x, visible=Visible(array(bound), array(bound)))
+def seen(*shapes: tuple[int, ...], array=jnp.zeros, dtype=np.int32) -> dict:
+    return {"visible": Visible(*(array(shape, dtype) for shape in shapes))}
+
+
+def wrong_arguments():
+    """Of `attention`, all others being X, and what it says."""
+    yield shaped(of="q"), r"must be \(B, T, H, D\).*q.shape=\(8, 4, 6"
+    yield shaped(of="v"), r"must be \(B, T, H, D\)"
+    yield shaped(1, 9, of="v"), "k and v must have one shape"
+    yield shaped(0, 3, of="kv"), "batch and head size.*must agree"
+    yield shaped(3, 5, of="kv"), "batch and head size.*must agree"
+    yield shaped(2, 3, of="kv"), "H=4 must be a multiple of .*K=3, got"
+    for axis, of in (2, "kv"), (1, "q"), (1, "kv"), (3, "qkv"), (2, "q"), (0, "qkv"):
+        yield shaped(axis, 0, of=of), "must not be empty, got q.shape"
+    yield typed("bfloat16", "float32", "float32"), "got bfloat16, float32.*cast"
+    yield typed("float32", "float32", "bfloat16"), "one type, got float32, float32, bfl"
+    for name in "int32", "float8_e4m3fn":
+        yield typed(*[name] * 3), f"float16, .* or float64, got {name}"
+    yield {"k": X.tolist(), "v": []}, "must be arrays, got ArrayImpl, list, list"
+    for shapes in [(1, 7)] * 2, [(3, 8)] * 2, [(1, 8), (2, 8)], [(8,)] * 2:
+        words = re.escape(f"k_start.shape={shapes[0]} and k_end.shape={shapes[1]}")
+        yield seen(*shapes), r"\(B, T\) or \(1, T\).*" + words
+    for name in "float32", "bool", "uint8", "uint32", "uint64":
+        of_numpy = seen(*[(1, 8)] * 2, array=np.zeros, dtype=name)
+        yield of_numpy, f"signed integers.*{name}"
+        of_jax = Visible(*map(jnp.asarray, of_numpy["visible"]))
+        yield {"visible": of_jax}, f"signed integers.*{of_jax.k_end.dtype}"
+    yield {"visible": masks.causal}, r"as causal\(\) with its parentheses.*got causal"
+    yield {"visible": np.ones((8, 8), bool)}, "must be a mask.*got ndarray"
+    yield {"visible": None}, "must be a mask.*got NoneType"
+    lists = Visible([[0] * 8], [[8] * 8])
+    yield {"visible": lists}, "Visible of two arrays, got Visible"
+    few = masks.documents(np.zeros(6, int))
+    yield {"visible": few}, "sequence of 8 tokens, got 6 ids"
+    for scale in np.nan, np.inf, -1e39, True, "large", "1", 1j, np.array([0.3]):
+        yield {"scale": scale}, "scale must be one finite number.*known"
+    for cap in 0, -1.0, np.inf, np.nan, 1e39, 1e-39, True, "x", "30", [30.0]:
+        got = re.escape(str(cap))
+        yield {"soft_cap": cap}, f"soft_cap must be one finite number above 0 .* {got}"
+    for shape, dtype in ((3,), "float32"), ((4, 1), "float32"), ((4,), "int32"):
+        words = rf"sinks must be .*\(4,\), one .* got {dtype} {re.escape(str(shape))}"
+        yield {"sinks": np.ones(shape, dtype)}, words
+    known = ".*".join(backends.IMPLEMENTATIONS)
+    yield {"implementation": "cudnn"}, f"implementation='cudnn' is not one of {known}"
+
+
+@pytest.mark.parametrize("wrong, words", list(wrong_arguments()))
+def test_wrong_arguments_are_refused(wrong, words):
+    """Also where they are constants of a program."""
+    arguments = dict.fromkeys("qkv", X) | wrong
+    for run in attention, jax.jit(lambda: attention(**arguments)):
+        with pytest.raises(ValueError, match=words):
+            run(**arguments if run is attention else {})
 
 
 def test_bounds_of_any_signed_type_mean_the_same():
@@ -137,24 +156,6 @@ def test_bounds_that_decrease_beyond_the_keys_are_not():
     np.testing.assert_array_equal(run(visible=Visible(*bounds)), want)
 
 
-@pytest.mark.parametrize(
-    "visible, words",
-    [
-        (masks.causal, r"as causal\(\) with its parentheses.*got causal"),
-        (np.ones((8, 8), bool), "must be a mask.*got ndarray"),
-        (None, "must be a mask.*got NoneType"),
-        (Visible([[0] * 8], [[8] * 8]), "Visible of two arrays, got Visible"),
-        (masks.documents(np.zeros(6, int)), "sequence of 8 tokens, got 6 ids"),
-    ],
-)
-def test_what_is_no_mask_of_these_tokens_is_refused(visible, words):
-    x = jnp.ones((2, 8, 4, 6))
-    with pytest.raises(ValueError, match=words):
-        attention(x, x, x, visible=visible)
-    with pytest.raises(ValueError, match=words):
-        jax.jit(lambda x: attention(x, x, x, visible=visible))(x)
-
-
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_scale_may_be_any_number_that_is_known(implementation):
     x = jax.random.normal(jax.random.key(0), (1, 8, 2, 8))
@@ -164,22 +165,38 @@ def test_scale_may_be_any_number_that_is_known(implementation):
         np.testing.assert_array_equal(run(scale=scale), want)
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [np.nan, np.inf, -1e39, True, "large", "1", 1j, np.array([0.3]), "traced"],
-    ids=repr,
-)
-def test_scale_that_is_no_finite_number_is_refused(scale):
-    x = jnp.ones((1, 8, 2, 8))
-
-    def run(traced):
-        return attention(x, x, x, scale=traced if scale == "traced" else scale)
-
+def test_scale_that_is_traced_is_refused():
     with pytest.raises(ValueError, match="scale must be one finite number.*known"):
-        jax.jit(run)(0.3)
+        jax.jit(lambda scale: attention(X, X, X, scale=scale))(0.3)
 
 
-def test_operands_that_are_no_arrays_are_refused():
-    x = jnp.ones((1, 8, 2, 8))
-    with pytest.raises(ValueError, match="must be arrays, got ArrayImpl, list, list"):
-        attention(x, x.tolist(), x.tolist())
+TPU, TRITON = TPU_FORWARD["v5e"], TritonBlocks(64, 64, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "blocks, changes, words",
+    [
+        (BlockSizes(64, 64), {"block_q": 0}, "block_q=0.* integers from 1 on"),
+        (BlockSizes(64, 64), {"block_k": -1}, "block_k=-1.* integers from 1 on"),
+        (BlockSizes(64, 64), {"block_q": 64.0}, r"64\.0.* integers from 1 on"),
+        (BlockSizes(64, 64), {"block_k": True}, "True.* integers from 1 on"),
+        (TPU, {"rows": 100}, "powers of 2 from 128 on, got .*rows=100"),
+        (TPU, {"columns": 64}, "powers of 2 from 128 on, got .*columns=64"),
+        (TPU, {"live_columns": 0}, "from 128 on, got .*live_columns=0"),
+        (TPU, {"ahead": -1}, "ahead and behind must be at least 0, .*ahead=-1"),
+        (TPU, {"block_k": 0}, "block_k at least 1, got .*block_k=0"),
+        (
+            HopperBlocks(64, 2),
+            {"block_k": -64},
+            "multiple of 64, got .*=-64.*next is 64",
+        ),
+        (HopperBlocks(64, 2), {"stages": 1}, "at least 2, got .*stages=1"),
+        (TRITON, {"block_k": 48}, "powers of 2 from 16 on, got block_q=.*block_k=48"),
+        (TRITON, {"warps": 3}, "a power of 2 up to 32.*warps=3"),
+        (TRITON, {"stages": 0}, "stages at least 1.*stages=0"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else None,
+)
+def test_sizes_that_no_kernel_has_are_refused(blocks, changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(blocks, **changes)

@@ -1,7 +1,6 @@
 """Attention sinks and soft caps, against a softmax written out and its autodiff."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -206,38 +205,3 @@ def test_shard_map_that_checks_how_values_vary_takes_sinks(rng):
     want = total(lambda x: written_out(q, k, v, x, masks.causal())[0])(sinks)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "soft_cap", [0, -1.0, np.inf, np.nan, 1e39, 1e-39, True, "x", "30", [30.0]]
-)
-def test_caps_that_are_none_are_refused(soft_cap):
-    words = "soft_cap must be one finite number above 0 .* got " + re.escape(
-        str(soft_cap)
-    )
-    x = np.ones((1, 8, 2, 8), np.float32)
-    with pytest.raises(ValueError, match=words):
-        attention(x, x, x, soft_cap=soft_cap)
-    with pytest.raises(ValueError, match=words):
-        make_ring_attention(ring_mesh(2), layout=layout.Striped(), soft_cap=soft_cap)
-    with pytest.raises(ValueError, match=words):
-        CachedAttention(ring_mesh(2), soft_cap=soft_cap)
-
-
-@pytest.mark.parametrize(
-    "sinks, words",
-    [
-        (np.ones(3, np.float32), r"\(2,\), one for each .* got float32 \(3,\)"),
-        (np.ones((2, 1), np.float32), r"got float32 \(2, 1\)"),
-        (np.ones(2, np.int32), r"got int32 \(2,\)"),
-    ],
-)
-def test_sinks_that_are_not_one_logit_a_head_are_refused(sinks, words):
-    x = np.ones((1, 8, 2, 8), np.float32)
-    ring = make_ring_attention(ring_mesh(2), layout=layout.Striped())
-    for attend in (
-        lambda: attention(x, x, x, sinks=sinks),
-        lambda: ring(x, x, x, masks.causal(), sinks=sinks),
-    ):
-        with pytest.raises(ValueError, match=f"sinks must be .*{words}"):
-            attend()
