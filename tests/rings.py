@@ -15,7 +15,17 @@ from kernels import layouts as layout
 from kernels.backends import Backend
 from kernels.ring import attend as ring
 from kernels.ring.routes import ONE_WAY, Route
-from tests.cases.attention import LAYOUTS, QUICK, THOROUGH, Answer, Case, Problem
+from tests.cases.attention import (
+    BFLOAT16_RATIO,
+    FLOAT32_TOLERANCE,
+    LAYOUTS,
+    QUICK,
+    THOROUGH,
+    Answer,
+    Case,
+    Problem,
+    solve,
+)
 
 Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
@@ -187,3 +197,43 @@ def solve_on_ring(
         x = layout.unpermute(np.asarray(x, np.float64), *order, axis)
         real.append(np.take(x, range(case.length), axis))
     return Answer(*real, *([] if sinks is None else [np.asarray(d_sinks, np.float64)]))
+
+
+def assert_as_on_one_device(
+    rng: np.random.Generator,
+    case: Case,
+    backend: Backend,
+    dtype: jnp.dtype = jnp.float32,
+    make: Make = sharded_ring,
+    slices: int = 1,
+) -> None:
+    """Judges float32 by a tolerance, narrower types by one device's errors in them."""
+    problem = Problem.of(rng, case, dtype)
+    truth = solve(problem, jnp.float64)
+    answer = solve_on_ring(case, problem, backend, dtype, make, slices)
+    errors = answer.errors(truth)
+    allowed = dict.fromkeys(errors, FLOAT32_TOLERANCE)
+    if dtype != jnp.float32:
+        one_device = solve(problem, dtype).errors(truth)
+        allowed = {name: BFLOAT16_RATIO * one_device[name] + 1e-6 for name in errors}
+        if case.has_sinks:
+            del errors["d_sinks"]
+            _assert_sums(problem, answer)
+    for name, error in errors.items():
+        assert error <= allowed[name], (case.name, name, errors, allowed)
+
+
+def _assert_sums(problem: Problem, answer: Answer) -> None:
+    """Holds d_sinks to the sums that they are, of the answer's own out and lse.
+
+    Errors of out, which is judged by itself, are multiplied by do, which is random:
+    what they add up to is of any size, by chance small in the reference. What is left
+    is the rounding of n numbers added in float32: of at most about n · 2⁻²⁴ of the sum
+    of their magnitudes, and in practice far less.
+    """
+    products = (problem.do * answer.out).swapaxes(1, 2)  # (B, H, T, D)
+    terms = np.concatenate([products, -problem.d_lse[..., None]], axis=-1)
+    terms *= -np.exp(problem.sinks[:, None] - answer.lse)[..., None]
+    errors = abs(answer.d_sinks - terms.sum((0, 2, 3)))
+    sizes = abs(terms).sum((0, 2, 3))
+    assert (errors <= FLOAT32_TOLERANCE * sizes).all(), (errors, sizes)

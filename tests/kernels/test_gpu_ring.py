@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 
 from kernels.backends.triton_gpu.launch import Launch
-from tests.cases.attention import (
-    BFLOAT16_RATIO,
-    COVERING,
-    FLOAT32_TOLERANCE,
-    Answer,
-    Case,
-    Problem,
-    solve,
-)
-from tests.rings import one_device_ring, solve_on_ring
+from tests.cases.attention import COVERING, Case
+from tests.rings import assert_as_on_one_device, one_device_ring
 from tests.simulated import BACKENDS
 from tests.simulated_triton import LARGE_BLOCKS, SimulatedGpu, interpreted_call
 
@@ -52,13 +44,10 @@ def each_case(implementation: str):
 def test_ring_of_triton_in_float32_matches_one_device_in_float64(
     case: Case, rng: np.random.Generator
 ):
-    problem = Problem.of(rng, case)
     backend = BACKENDS["triton"]
     if IS_SIMULATED and case.length > 1000:
         backend = SimulatedGpu(Launch(80, LARGE_BLOCKS, interpreted_call))
-    answer = solve_on_ring(case, problem, backend, jnp.float32, one_device_ring)
-    errors = answer.errors(solve(problem, jnp.float64))
-    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+    assert_as_on_one_device(rng, case, backend, make=one_device_ring)
 
 
 HOPPER = ("hopper", "hopper_deterministic"), (jnp.bfloat16, jnp.float16)
@@ -73,30 +62,5 @@ if IS_SIMULATED:  # a case takes minutes: each backward in one of the types
 def test_ring_of_hopper_is_as_exact_as_one_device_in_its_type(
     case: Case, implementation: str, dtype: jnp.dtype, rng: np.random.Generator
 ):
-    problem = Problem.of(rng, case, dtype)
     backend = BACKENDS[implementation]
-    answer = solve_on_ring(case, problem, backend, dtype, one_device_ring)
-    truth = solve(problem, jnp.float64)
-    allowed = solve(problem, dtype).errors(truth)
-    errors = answer.errors(truth)
-    if case.has_sinks:
-        del errors["d_sinks"]
-        assert_sums(problem, answer)
-    for name, error in errors.items():
-        assert error <= BFLOAT16_RATIO * allowed[name] + 1e-6, (name, error, allowed)
-
-
-def assert_sums(problem: Problem, answer: Answer) -> None:
-    """Holds d_sinks to the sums that they are, of the answer's own out and lse.
-
-    Errors of out, which is judged by itself, are multiplied by do, which is random:
-    what they add up to is of any size, by chance small in the reference. What is left
-    is the rounding of n numbers added in float32: of at most about n · 2⁻²⁴ of the sum
-    of their magnitudes, and in practice far less.
-    """
-    products = (problem.do * answer.out).swapaxes(1, 2)  # (B, H, T, D)
-    terms = np.concatenate([products, -problem.d_lse[..., None]], axis=-1)
-    terms *= -np.exp(problem.sinks[:, None] - answer.lse)[..., None]
-    errors = abs(answer.d_sinks - terms.sum((0, 2, 3)))
-    sizes = abs(terms).sum((0, 2, 3))
-    assert (errors <= FLOAT32_TOLERANCE * sizes).all(), (errors, sizes)
+    assert_as_on_one_device(rng, case, backend, dtype, one_device_ring)

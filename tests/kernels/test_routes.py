@@ -1,6 +1,7 @@
 """Tests the routes of a ring: what they send, and what it gives."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -22,16 +23,13 @@ from kernels.ring.routes import (
     Schedule,
 )
 from kernels.ring_attention import make_ring_attention
-from tests.cases.attention import (
-    BFLOAT16_RATIO,
-    COVERING,
-    FLOAT32_TOLERANCE,
-    LAYOUTS,
-    Case,
-    Problem,
-    solve,
+from tests.cases.attention import COVERING, LAYOUTS, Case
+from tests.rings import (
+    Make,
+    assert_as_on_one_device,
+    ring_mesh,
+    sharded_ring,
 )
-from tests.rings import Make, compiled_ring, ring_mesh, sharded_ring, solve_on_ring
 
 COUNTED = Counted()
 COUNTED_BOTH_WAYS = Counted(both_ways=True)
@@ -71,25 +69,7 @@ def ring_of(route: Route) -> Make:
     return functools.partial(sharded_ring, route=route)
 
 
-def each_case(*quick: tuple[Case, str]):
-    """Every case on every route that its ring has, each in one of the three ways back.
-
-    quick: those of them that are no slow tests.
-    """
-    found = [pytest.param(*it, id="-".join((it[0].name, it[1]))) for it in quick]
-    names = list(routes_of(COVERING[0]))
-    rings = [case for case in COVERING if case.ring_size > 1]
-    for case in rings:
-        for name in names:
-            if (case, name) not in quick:
-                ids = f"{case.name}-{name}"
-                found.append(pytest.param(case, name, id=ids, marks=pytest.mark.slow))
-    return pytest.mark.parametrize("case, name", found)
-
-
-@pytest.mark.thorough(quick=2)
-@pytest.mark.usefixtures("steps_in_a_loop")
-@each_case(
+QUICK = [
     (Case(5, "striped", "causal", 4, 31, 64, heads=8), "both"),
     (Case(7, "zigzag", "documents", 1, 57, 16, "sinks-cap", heads=8), "cycles"),
     (Case(4, "contiguous", "window", 2, 61, 16, heads=4), "reads"),
@@ -97,55 +77,56 @@ def each_case(*quick: tuple[Case, str]):
     (Case(8, "contiguous", "documents", 2, 257, 16, heads=4), "counted"),
     (Case(5, "zigzag", "documents", 2, 93, 16, heads=2), "counted_both"),
     (Case(2, "striped4", "none", 4, 31, 64, heads=4), "both"),
-)
+]
+
+
+def each_case():
+    """Every case on every route that its ring has, most of them in slow tests."""
+    rings = [case for case in COVERING if case.ring_size > 1]
+    for found in QUICK, itertools.product(rings, routes_of(COVERING[0])):
+        marks = [] if found is QUICK else [pytest.mark.slow]
+        for case, name in found:
+            yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
+
+
+@pytest.mark.thorough(quick=2)
+@pytest.mark.usefixtures("steps_in_a_loop")
+@pytest.mark.parametrize("case, name", list(each_case()))
 def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
-    problem = Problem.of(rng, case)
-    truth = solve(problem, jnp.float64)
-    route = routes_of(case)[name]
-    make = ring_of(route)
-    answer = solve_on_ring(case, problem, reference, jnp.float32, make)
-    errors = answer.errors(truth)
-    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
+    make = ring_of(routes_of(case)[name])
+    assert_as_on_one_device(rng, case, reference, make=make)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "layout_name, name",
+    "layout_name, name, most",
     [
-        ("striped", "both"),
-        ("striped", "cycles"),
-        ("contiguous", "reads"),
-        ("contiguous", "counted"),
+        ("striped", "both", 5),
+        ("striped", "cycles", 2),
+        ("contiguous", "reads", 2),
+        ("contiguous", "counted", 2),
+        ("contiguous", "counted", 5),
     ],
 )
-def test_rings_as_loops_equal_those_that_are_unrolled(
-    layout_name, name, monkeypatch, rng
+def test_rings_longer_than_they_are_unrolled_match_one_device(
+    layout_name, name, most, monkeypatch, rng
 ):
-    """As many steps unrolled as in a run; loops have a step left over."""
+    """As many steps unrolled as in a run, and one left over; or all of them."""
+    monkeypatch.setattr(comm, "UNROLLED_STEPS", most)
     case = Case(5, layout_name, "documents", 2, 93, 16, heads=8)
-    problem, make = Problem.of(rng, case), ring_of(routes_of(case)[name])
-    unrolled = solve_on_ring(case, problem, reference, jnp.float32, make)
-    errors = unrolled.errors(solve(problem, jnp.float64))
-    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
-    monkeypatch.setattr(comm, "UNROLLED_STEPS", 2)
-    compiled_ring.cache_clear()
-    looped = solve_on_ring(case, problem, reference, jnp.float32, make)
-    compiled_ring.cache_clear()
-    assert max(looped.errors(unrolled).values()) < 1e-6
+    make = functools.partial(sharded_ring, route=routes_of(case)[name])  # anew
+    assert_as_on_one_device(rng, case, reference, make=make)
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("name", ["both", "counted_both"])
 @pytest.mark.parametrize("ring_size", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(ring_size, rng):
+def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(
+    ring_size, name, rng
+):
     case = Case(ring_size, "zigzag", "causal", 4, 256, 64)
-    problem = Problem.of(rng, case, jnp.bfloat16)
-    truth = solve(problem, jnp.float64)
-    allowed = solve(problem, jnp.bfloat16).errors(truth)
-    for name in ("both", "counted_both"):
-        make = ring_of(routes_of(case)[name])
-        answer = solve_on_ring(case, problem, reference, jnp.bfloat16, make)
-        for result, error in answer.errors(truth).items():
-            assert error <= BFLOAT16_RATIO * allowed[result] + 1e-6, (name, result)
+    make = ring_of(routes_of(case)[name])
+    assert_as_on_one_device(rng, case, reference, jnp.bfloat16, make)
 
 
 def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
