@@ -15,6 +15,7 @@ from kernels import layouts as layout
 from kernels.backends import Backend
 from kernels.ring import attend as ring
 from kernels.ring.routes import ONE_WAY, Route
+from kernels.ring.ulysses import over_heads
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     FLOAT32_TOLERANCE,
@@ -43,8 +44,12 @@ OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, BOUND, BOUND, SINKS
 RESULTS = ARRAY, ROW, ARRAY, ARRAY, ARRAY, SINKS
 
 
-def ring_mesh(ring_size: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:ring_size]), ("ring",))
+def ring_mesh(ring_size: int, slices: int = 1) -> Mesh:
+    """Returns a mesh of a ring, and of Ulysses where its shards are in slices."""
+    devices = np.array(jax.devices()[: ring_size * slices])
+    if slices == 1:
+        return Mesh(devices, ("ring",))
+    return Mesh(devices.reshape(ring_size, slices), ("ring", "ulysses"))
 
 
 def device_program(
@@ -54,20 +59,26 @@ def device_program(
     soft_cap: float | None = None,
     keep_tail: bool = False,
     route: Route = ONE_WAY,
+    axes: tuple[str, ...] = ("ring",),
 ) -> Run:
-    """Builds the program of each device, forward and backward, on its shards."""
+    """Builds the program of each device, forward and backward, on its shards.
+
+    axes: the ring, and that of Ulysses if there is one.
+    """
 
     def run(q, k, v, do, d_lse, k_start, k_end, sinks):
         scale = q.shape[-1] ** -0.5
         sizes = "ring", ring_size, LAYOUTS[layout_name], scale
         this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, route)
+        attend = functools.partial(ring.attend, this_ring)
+        ulysses = axes[1] if len(axes) > 1 else None
         results, pull = jax.vjp(
-            lambda *arrays: ring.attend(this_ring, *arrays, k_start, k_end),
+            lambda *arrays: over_heads(attend, ulysses, *arrays, k_start, k_end),
             *(q, k, v, sinks),
         )
         *gradients, d_sinks = pull((do, d_lse))
         if sinks is not None:
-            d_sinks = jax.lax.psum(d_sinks, "ring")
+            d_sinks = jax.lax.psum(d_sinks, axes)
         return *results, *gradients, d_sinks
 
     return run
@@ -80,12 +91,16 @@ def sharded_ring(
     soft_cap: float | None = None,
     keep_tail: bool = False,
     route: Route = ONE_WAY,
+    slices: int = 1,
 ) -> Run:
-    """Builds a ring of as many devices."""
-    specs = {ARRAY: P(None, "ring"), ROW: P(None, None, "ring"), SINKS: P()}
+    """Builds a ring of as many devices, or of `slices` times as many under Ulysses."""
+    mesh = ring_mesh(ring_size, slices)
+    axes = mesh.axis_names
+    specs = {ARRAY: P(None, axes), ROW: P(None, None, axes), SINKS: P()}
+    options = soft_cap, keep_tail, route, axes
     return jax.shard_map(
-        device_program(ring_size, layout_name, backend, soft_cap, keep_tail, route),
-        mesh=ring_mesh(ring_size),
+        device_program(ring_size, layout_name, backend, *options),
+        mesh=mesh,
         in_specs=tuple(specs[axis] for axis in OPERANDS),
         out_specs=tuple(specs[axis] for axis in RESULTS),
         check_vma=False,

@@ -12,25 +12,9 @@ from jax.sharding import PartitionSpec as P
 from kernels import layouts as layout
 from kernels import masks
 from kernels.masks import Visible
-from kernels.one_device import attention, attention_with_lse
+from kernels.one_device import attention
 from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.rings import ring_mesh
-
-
-@pytest.mark.thorough
-def test_axes_of_the_batch_are_those_that_the_ring_leaves():
-    """And a name alone is one axis."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
-    x = jax.random.normal(jax.random.key(0), (2, 8, 2, 8))
-    want = attention(x, x, x, implementation="reference")
-    attend = make_ring_attention(
-        mesh,
-        layout=layout.Contiguous(),
-        ring_axes="fsdp",
-        implementation="reference",
-    )
-    found = jax.jit(attend, static_argnums=3)(x, x, x, masks.causal())
-    np.testing.assert_allclose(found, want, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +36,10 @@ def test_axes_of_the_batch_are_those_that_the_ring_leaves():
         ({"layout": "striped"}, r"as Striped\(\).*got 'striped'"),
         ({"layout": layout.Striped}, r"as Striped\(\).*got <class"),
         ({"scale": np.nan}, "scale must be one finite number.*got nan"),
+        ({"soft_cap": 0}, "soft_cap must be one finite number above 0"),
         ({"implementation": "cudnn"}, "implementation='cudnn' is not one of"),
+        ({"ulysses_axis": "heads"}, "ulysses_axis='heads' must be different axes"),
+        ({"ulysses_axis": "ring"}, "ulysses_axis='ring' must be different axes"),
     ],
 )
 def test_a_ring_that_cannot_be_made_is_refused(options, words):
@@ -138,6 +125,26 @@ def test_a_shard_map_that_checks_how_values_vary_is_refused(options):
     local_ring(x, layout.Striped(), implementation="reference")  # needs no such
 
 
+def test_a_shard_map_that_checks_how_values_vary_takes_sinks(rng):
+    x, sinks = (jnp.float32(rng.normal(size=shape)) for shape in ((1, 24, 4, 8), (4,)))
+    bounds = [jnp.asarray(bound) for bound in masks.causal()(np.arange(24), 24)]
+
+    def local(x, sinks, *bounds):
+        more = {"layout": layout.Contiguous(), "implementation": "reference"}
+        return ring_attention(x, x, x, *bounds, axis_name="ring", sinks=sinks, **more)
+
+    spec, mesh = P(None, "ring"), ring_mesh(4)
+    specs = spec, P(), spec, spec
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec)
+
+    def gradient(attend):
+        return jax.jit(jax.grad(lambda sinks: jnp.sum(attend(sinks) ** 2)))(sinks)
+
+    want = gradient(lambda sinks: attention(x, x, x, sinks=sinks))
+    got = gradient(lambda sinks: sharded(x, sinks, *bounds))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_local_shards_that_the_layout_does_not_have_are_refused():
     with pytest.raises(ValueError, match="6 tokens does not divide"):
         local_ring(jnp.ones((1, 6, 2, 8)), layout.Zigzag())
@@ -147,7 +154,7 @@ def bounds_of(*shapes):
     return Visible(*(jnp.zeros(shape, int) for shape in shapes))
 
 
-CAUSAL, SHORT = masks.causal(), bounds_of((1, 4), (1, 4))
+SHORT = bounds_of((1, 4), (1, 4))
 OTHER_ROWS, UNLIKE = bounds_of((3, 8), (3, 8)), bounds_of((1, 8), (2, 8))
 
 
@@ -201,30 +208,6 @@ def test_masks_that_decrease_under_jit_give_nan_where_asked_for(wrong, right, ki
         assert np.isnan(other).all()
 
 
-def test_lse_of_a_ring_is_that_of_one_device(rng):
-    """And its gradient; in padding it is that of a query that sees nothing."""
-    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"))
-    order, mask = (layout.Zigzag(), 2), masks.causal() & masks.padding(14)
-    attend = make_ring_attention(mesh, layout=order[0], with_lse=True)
-    q, k, v = np.float32(rng.normal(size=(3, 2, 16, 2, 8)))
-
-    def on_ring(*qkv):
-        out, lse = attend(*(layout.permute(x, *order) for x in qkv), mask)
-        return layout.unpermute(out, *order), layout.unpermute(lse, *order, axis=-1)
-
-    def total(attend, *qkv):
-        out, lse = attend(*qkv)
-        return (out**2).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum(), (out, lse)
-
-    one = functools.partial(attention_with_lse, visible=mask)
-    found, want = (
-        jax.jit(jax.grad(functools.partial(total, x), (0, 1, 2), has_aux=True))(q, k, v)
-        for x in (on_ring, one)
-    )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-
-
 def test_a_ring_outside_of_jit_is_compiled_once():
     attend = make_ring_attention(ring_mesh(4), layout=layout.Striped())
     x = jnp.ones((1, 64, 2, 8))
@@ -239,59 +222,33 @@ def test_a_ring_outside_of_jit_is_compiled_once():
 
 
 @pytest.mark.parametrize(
-    "axes, kind, q, kv, visible, words",
+    "axes, options, q, kv, seen, words",
     [
-        ({"ring": 4}, layout.Striped(4), 40, 40, CAUSAL, "40 tokens .* pad it to 48"),
-        ({"ring": 2}, layout.Zigzag(), 8, 6, CAUSAL, "6 tokens .* pad it to 8"),
-        ({"ring": 2}, layout.Striped(), 8, 8, SHORT, r"be .*k_start.shape=\(1, 4\)"),
-        ({"ring": 2}, layout.Striped(), 8, 8, OTHER_ROWS, r"k_start.shape=\(3, 8\)"),
-        ({"ring": 2}, layout.Striped(), 8, 8, UNLIKE, r"and k_end.shape=\(2, 8\)"),
+        ("", {"layout": layout.Striped(4)}, 42, 42, {}, "42 tokens .* pad it to 48"),
+        ("", {"layout": layout.Zigzag()}, 8, 6, {}, "6 tokens .* pad it to 8"),
+        ("", {}, 8, 8, {"visible": SHORT}, r"be .*k_start.shape=\(1, 4\)"),
+        ("", {}, 8, 8, {"visible": OTHER_ROWS}, r"k_start.shape=\(3, 8\)"),
+        ("", {}, 8, 8, {"visible": UNLIKE}, r"and k_end.shape=\(2, 8\)"),
+        ("", {}, 8, 8, {"sinks": np.ones(3, "f4")}, r"sinks must .*got float32 \(3,"),
+        ("", {"keep_tail": True}, 8, 16, {}, "keep_tail=True .* of 8 and 4 slots"),
+        ("data", {}, 8, 8, {}, "1 rows do not divide over the mesh's data"),
+        ("tensor", {}, 8, 8, {}, "1 key/value heads do not divide"),
         (
-            {"data": 2, "ring": 4},
-            layout.Striped(),
-            *((3, 8, 2, 8), (3, 8, 2, 8), CAUSAL),
-            "3 rows do not divide over the mesh's data",
-        ),
-        (
-            {"ring": 4, "tensor": 2},
-            layout.Contiguous(),
-            *((1, 8, 4, 8), (1, 8, 1, 8), masks.full()),
-            "1 key/value heads do not divide",
+            "heads",
+            {"ulysses_axis": "heads", "layout": layout.Zigzag()},
+            *(20, 20, {}, r"20 tokens .* of Zigzag\(\) in 4 slices each: pad it to 24"),
         ),
     ],
 )
 def test_operands_that_do_not_suit_the_ring_are_refused(
-    axes, kind, q, kv, visible, words
+    axes, options, q, kv, seen, words
 ):
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
-    attend = make_ring_attention(mesh, layout=kind)
-    q, kv = (jnp.ones(x if isinstance(x, tuple) else (1, x, 2, 8)) for x in (q, kv))
+    """On a ring of 2, and 4 devices along another axis."""
+    mesh = jax.make_mesh((2, 4), ("ring", axes or "other"))
+    attend = make_ring_attention(mesh, **{"layout": layout.Striped(), **options})
+    q, kv = jnp.ones((1, q, 4, 8)), jnp.ones((1, kv, 1, 8))
     with pytest.raises(ValueError, match=words):
-        attend(q, kv, kv, visible)
-
-
-def test_tails_are_kept_only_of_as_many_queries_as_keys():
-    x, keys = (jax.ShapeDtypeStruct((1, n, 2, 8), jnp.float32) for n in (8, 16))
-    attend = make_ring_attention(ring_mesh(4), layout=layout.Striped(), keep_tail=True)
-    with pytest.raises(ValueError, match="keep_tail=True needs .* shards of 4 and 2 s"):
-        jax.eval_shape(lambda *x: attend(*x, masks.causal()), x, keys, keys)
-
-
-@pytest.mark.thorough
-def test_heads_that_a_mesh_axis_does_not_divide_need_not_be_sharded(rng):
-    """Also where one axis of the mesh is explicit and one is not."""
-    kinds = AxisType.Explicit, AxisType.Auto
-    mesh = jax.make_mesh((4, 2), ("ring", "tensor"), axis_types=kinds)
-    attend = make_ring_attention(
-        mesh, layout=layout.Striped(), head_axis=(), implementation="reference"
-    )
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 8, h, 8)), "float32") for h in (4, 1, 1))
-    striped = (layout.permute(x, layout.Striped(), 4) for x in (q, k, v))
-    got = jax.jit(attend, static_argnums=3)(*striped, masks.causal())
-    want = attention(q, k, v, visible=masks.causal(), implementation="reference")
-    np.testing.assert_allclose(
-        layout.unpermute(np.asarray(got), layout.Striped(), 4), want, atol=1e-5
-    )
+        attend(q, kv, kv, **{"visible": masks.causal(), **seen})
 
 
 @pytest.mark.thorough

@@ -119,8 +119,16 @@ def test_rings_longer_than_they_are_unrolled_match_one_device(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["both", "counted_both"])
-@pytest.mark.parametrize("ring_size", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ring_size, name",
+    [
+        (2, "counted_both"),
+        *(
+            pytest.param(*it, marks=pytest.mark.slow)
+            for it in ((2, "both"), (8, "both"), (8, "counted_both"))
+        ),
+    ],
+)
 def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(
     ring_size, name, rng
 ):
@@ -266,8 +274,9 @@ def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tok
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("lengths", [(8, 24), (24, 8)])
-@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "name, lengths", [("contiguous", (8, 24)), ("zigzag", (24, 8))]
+)
 def test_where_keys_are_not_as_many_as_queries_no_shard_is_left_out(name, lengths, rng):
     """What is known of a mask says which shards are read only where they are alike."""
     layout, mesh = LAYOUTS[name], ring_mesh(4)
