@@ -130,28 +130,24 @@ def test_shared_bounds_are_not_repeated_over_the_batch():
     }  # fmt: skip
 
 
-def test_ids_that_are_traced_are_trusted():
+def test_ids_and_lengths_that_are_traced_are_trusted():
     @jax.jit
-    def bounds(ids, index):
-        return masks.documents(ids)(index, TOKENS)
+    def bounds(ids, lengths, index):
+        mask = masks.prefix(lengths) & masks.padding(lengths)
+        return masks.documents(ids)(index, TOKENS), mask(index, TOKENS)
 
-    index = jnp.asarray(INDEX)
-    want = masks.documents(IDS)(INDEX, TOKENS)
-    assert_equal_bounds(bounds(jnp.asarray(IDS), index), want)
-    assert_equal_bounds(masks.documents(jnp.asarray(IDS))(index, TOKENS), want)
-    assert bounds(jnp.asarray(IDS[:, ::-1]), index).k_start.shape == (2, QUERIES)
-
-
-def test_lengths_that_are_traced_give_the_same_bounds():
-    @jax.jit
-    def bounds(lengths, index):
-        return (masks.prefix(lengths) & masks.padding(lengths))(index, TOKENS)
-
-    want = (masks.prefix(LENGTHS) & masks.padding(LENGTHS))(INDEX, TOKENS)
-    assert_equal_bounds(bounds(jnp.asarray(LENGTHS), jnp.asarray(INDEX)), want)
+    index, ids = jnp.asarray(INDEX), jnp.asarray(IDS)
+    documents = masks.documents(IDS)(INDEX, TOKENS)
+    some = (masks.prefix(LENGTHS) & masks.padding(LENGTHS))(INDEX, TOKENS)
+    for got, want in zip(bounds(ids, LENGTHS, index), (documents, some), strict=True):
+        assert_equal_bounds(got, want)
+    assert_equal_bounds(masks.documents(ids)(index, TOKENS), documents)
+    wrong, _ = bounds(ids[:, ::-1], LENGTHS, index)
+    assert wrong.k_start.shape == (2, QUERIES)
 
 
 HUGE = 2**40
+DECREASING = [[0, 0, 1, 1, 2], [3, 4, 7, 5, 5]]
 ROWS_OF_FOUR = np.array([3, 1, 2, 4])
 
 
@@ -171,6 +167,16 @@ ROWS_OF_FOUR = np.array([3, 1, 2, 4])
         (lambda: masks.padding(ROWS_OF_FOUR), r"B, 1\).*\(4,\).*lengths\[:, None"),
         (lambda: masks.padding(np.uint8(LENGTHS)), "signed integers, got uint8"),
         (lambda: masks.padding(jnp.float32(LENGTHS)), "signed integers, got float32"),
+        *(
+            (
+                lambda build=build, of=of: build(of(DECREASING)),
+                "row 1 has 7 at 2 and 5 a",
+            )
+            for build in (masks.documents, masks.segments)
+            for of in (np.asarray, jnp.asarray)
+        ),
+        (lambda: masks.documents(np.zeros((), int)), r"\(B, T\), got ids.shape=\(\)"),
+        (lambda: masks.documents(IDS[None]), r"\(T,\) or \(B, T\), got ids.shape="),
         (lambda: masks.segments(IDS + 0.5), "ids must be integers, got float64"),
         (lambda: masks.documents(np.array([0, np.nan, 1])), "must be integers, got fl"),
         (lambda: masks.documents(IDS > 0), "ids must be integers, got bool"),
@@ -224,17 +230,3 @@ def test_numbers_beyond_any_index_do_not_wrap_around(name, mask, array):
         assert visible.k_start.dtype == visible.k_end.dtype == np.int32
         want = MASKS[name][0](INDEX, TOKENS)
         np.testing.assert_array_equal(*(matrix(x, TOKENS) for x in (visible, want)))
-
-
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize("build", [masks.documents, masks.segments])
-def test_decreasing_ids_are_refused_with_their_place(build, array):
-    ids = array([[0, 0, 1, 1, 2], [3, 4, 7, 5, 5]])
-    with pytest.raises(ValueError, match="row 1 has 7 at 2 and 5 after it"):
-        build(ids)
-
-
-@pytest.mark.parametrize("shape", [(), (1, 2, 3)])
-def test_ids_of_another_rank_are_refused(shape):
-    with pytest.raises(ValueError, match=r"\(T,\) or \(B, T\), got ids.shape="):
-        masks.documents(np.zeros(shape, np.int32))

@@ -1,24 +1,40 @@
-"""The order in which a ring visits the chips of a pod."""
+"""The order in which a ring visits the chips of a pod, or of several slices.
+
+Also ways of a ring around a torus that share no link. As little as can be goes through
+the network between slices.
+"""
 
 import itertools
 import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 import pytest
 
+from kernels.ring.cycles import Walk, cycles_of_torus, disjoint_cycles
+from kernels.ring.slices import (
+    Shape,
+    across_slices,
+    by_slice,
+    lay_out,
+    ring_devices,
+)
 from kernels.ring.torus import (
     closed_walk,
     in_boxes,
+    is_closed,
     pairs_along,
     place,
     ring_along,
 )
-from tests.kernels.walks import links
-from tools.lib.compiled.pods import tpu_devices
+from tools.lib.compiled.pods import gpu_devices, tpu_devices
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 
-BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (16, 16, 1, 2), (1, 5, 2, 3)
+RING = MESH_AXES.index("ring")
+BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (1, 5, 2, 3), (3, 3, 3)
 
 
 def places(
@@ -29,12 +45,22 @@ def places(
     return [tuple(map(int, place)) for place in every]
 
 
+def links(walk: Sequence[Sequence[int]]) -> np.ndarray:
+    """Links between each chip and the next, from the last to the first at its end."""
+    return np.abs(np.subtract(walk, np.roll(walk, -1, axis=0))).sum(axis=1)
+
+
 @pytest.mark.parametrize("shape", BOXES, ids=str)
-def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(shape, rng):
-    chips = places(rng, shape)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_walk_visits_every_chip_once_and_goes_from_neighbour_to_neighbour(
+    shape, stride, rng
+):
+    """Through an odd box it jumps at its end; neighbours may be every other chip."""
+    chips = places(rng, shape, stride)
     walk = closed_walk(chips)
-    assert sorted(walk) == list(range(math.prod(shape)))
-    assert set(links([chips[i] for i in walk])) == {1}
+    size = math.prod(shape)
+    assert sorted(walk) == list(range(size))
+    assert set(links([chips[i] for i in walk])[: size - size % 2]) == {stride}
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 4), (3, 4, 4), (8, 8, 8), (16, 16, 1)])
@@ -81,25 +107,9 @@ def test_parts_of_a_walk_by_rows_are_boxes_walked_alike(shape, parts, rng):
         assert len(np.unique(other - first, axis=0)) == 1
 
 
-def test_walk_through_an_odd_box_jumps_only_at_its_end(rng):
-    chips = places(rng, (3, 3, 3))
-    walk = [chips[i] for i in closed_walk(chips)]
-    assert list(links(walk)[:-1]) == [1] * 26
-
-
-def test_walk_takes_every_other_chip_as_neighbours(rng):
-    chips = places(rng, (4, 4), stride=2)
-    assert set(links([chips[i] for i in closed_walk(chips)])) == {2}
-
-
 @pytest.mark.parametrize("chips", [[(0, 0), (1, 1), (0, 1)], [(0, 0)] * 4], ids=str)
 def test_chips_that_fill_no_box_stay_in_their_order(chips):
     assert closed_walk(chips) == list(range(len(chips)))
-
-
-def test_devices_that_know_no_place_stay_in_their_order():
-    devices = np.array(jax.devices()).reshape(2, 4)
-    np.testing.assert_array_equal(ring_along(devices, 1), devices)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +124,7 @@ def test_rings_of_every_mesh_are_closed_walks(pod):
             continue
         mesh = make_mesh(MeshShape(fsdp=-1, ring=ring, tensor=tensor), devices).devices
         assert len(set(mesh.flat)) == len(devices)
-        for walk in np.moveaxis(mesh, MESH_AXES.index("ring"), -1).reshape(-1, ring):
+        for walk in np.moveaxis(mesh, RING, -1).reshape(-1, ring):
             assert set(links([place(device) for device in walk])) == {1}
 
 
@@ -125,13 +135,188 @@ def test_axis_after_the_ring_has_the_shortest_way_between_boxes():
     assert {links(list(map(place, pair)))[0] for pair in pairs} == {2}
 
 
-def test_rings_without_a_box_stay_as_they_are():
-    devices = tpu_devices("v5e:4x4")[:12]
-    assert in_boxes((1, 4, 3, 1), devices, 2) is None
-
-
 def test_mesh_may_split_the_axes_of_a_torus():
     """128 and 4 are no products of whole sides of 8 x 8 x 8."""
     mesh = make_mesh(MeshShape(fsdp=128, ring=4), tpu_devices("v4:8x8x8"))
     assert mesh.devices.shape == (1, 128, 4, 1)
     assert len(set(mesh.devices.flat)) == 512
+
+
+def test_devices_in_no_box_or_without_a_place_stay_in_their_order():
+    assert in_boxes((1, 4, 3, 1), tpu_devices("v5e:4x4")[:12], 2) is None
+    for devices in (jax.devices(), gpu_devices("h200", 8)):
+        line = np.array(devices)
+        np.testing.assert_array_equal(ring_along(line, 0), line)
+        assert disjoint_cycles(line, 0) == (tuple(range(8)),)
+
+
+TORI = (4, 4), (16, 16), (4, 12), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16)
+
+
+def assert_disjoint(walks: tuple[Walk, ...], places: np.ndarray, shape: Shape) -> None:
+    """Checks walks over chips at these places (N, axes) of a torus of this shape."""
+    links = set()
+    for walk in walks:
+        assert sorted(walk) == list(range(len(places)))
+        here = places[list(walk)]
+        there = np.roll(here, -1, axis=0)
+        apart = (here - there) % shape
+        assert (np.minimum(apart, shape - apart).sum(axis=1) == 1).all()
+        ends = zip(here.tolist(), there.tolist(), strict=True)
+        links |= {frozenset(map(tuple, pair)) for pair in ends}
+    assert len(links) == len(walks) * len(places)  # none twice
+
+
+@pytest.mark.parametrize("shape", TORI, ids=str)
+def test_a_torus_has_as_many_disjoint_cycles_as_axes(shape):
+    walks = cycles_of_torus(shape)
+    assert len(walks) == len(shape)
+    chips = np.array(list(np.ndindex(shape)))
+    assert_disjoint(walks, chips, np.array(shape))
+
+
+@pytest.mark.parametrize(
+    "pod, shape, cycles",
+    [
+        ("v4:4x4x4", MeshShape(ring=64), 3),
+        ("v4:4x4x4", MeshShape(fsdp=4, ring=16), 2),  # 4 x 4 of them
+        ("v4:4x4x4", MeshShape(ring=16, tensor=4), 2),
+        ("v5p:4x4x8", MeshShape(ring=128), 3),
+        ("v5e:16x16", MeshShape(ring=256), 2),
+        ("v6e:16x16", MeshShape(ring=256), 2),
+        ("tpu7x:4x4x4", MeshShape(ring=64, tensor=2), 3),  # a core of each chip
+        # No torus of the ring's, which is its only cycle.
+        ("v5e:8x8", MeshShape(ring=64), 1),  # has no links from end to end
+        ("v5e:2x4", MeshShape(ring=8), 1),
+        ("v4:2x2x4", MeshShape(ring=16), 1),
+        ("v5e:16x16", MeshShape(fsdp=2, ring=128), 1),  # of which one axis is closed
+        ("v5e:16x16", MeshShape(fsdp=16, ring=16), 1),
+        ("v4:4x4x4", MeshShape(fsdp=2, ring=32), 1),  # 4 x 4 x 2
+        ("v3:4x4", MeshShape(ring=32), 1),
+        ("tpu7x:4x4x4", MeshShape(ring=128), 1),  # two cores of each chip
+    ],
+    ids=str,
+)
+def test_rings_of_a_mesh_have_the_cycles_of_their_torus(pod, shape, cycles):
+    devices = make_mesh(shape, tpu_devices(pod)).devices
+    walks = disjoint_cycles(devices, RING)
+    assert len(walks) == cycles
+    assert all(walk[0] == 0 for walk in walks)
+    if cycles == 1:
+        assert is_closed(devices, RING) and walks == (tuple(range(shape.ring)),)
+        return
+    for line in np.moveaxis(devices, RING, -1).reshape(-1, shape.ring):
+        places = np.array([place(device) for device in line])
+        sides = np.array([len(set(side)) for side in places.T])
+        assert math.prod(sides) == shape.ring
+        assert_disjoint(walks, places, sides)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A TPU v4 chip as the layout sees it."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    process_index: int = 0
+    core_on_chip: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v4"
+
+
+def pod(
+    rng: np.random.Generator, num_slices: int, box: tuple[int, int, int] = (2, 2, 4)
+) -> list[Chip]:
+    """The chips of some slices, in an order that says nothing."""
+    places = list(itertools.product(*map(range, box)))
+    chips = [
+        Chip(s * len(places) + i, s, place)
+        for s in range(num_slices)
+        for i, place in enumerate(places)
+    ]
+    rng.shuffle(chips)
+    return chips
+
+
+def rings_of(mesh: np.ndarray) -> np.ndarray:
+    """Each ring of a mesh, a row."""
+    return np.moveaxis(mesh, RING, -1).reshape(-1, mesh.shape[RING])
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
+def test_a_ring_larger_than_a_slice_goes_through_one_slice_after_the_other(
+    num_slices: int, rng: np.random.Generator
+) -> None:
+    chips = pod(rng, num_slices)
+    (ring,) = rings_of(lay_out((1, 1, 16 * num_slices, 1), chips))
+    assert set(ring) == set(chips)
+    slices = [chip.slice_index for chip in ring]
+    assert slices == [i // 16 for i in range(len(ring))]
+    inside = np.equal(slices, np.roll(slices, -1))
+    assert (~inside).sum() == (num_slices if num_slices > 1 else 0)
+    assert set(links([chip.coords for chip in ring])[inside]) == {1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((2, 1, 16, 1), 0),
+        ((2, 4, 4, 1), 0),
+        ((1, 2, 16, 1), 1),
+        ((1, 8, 4, 1), 1),
+        ((1, 4, 4, 2), 1),
+    ],
+)
+def test_data_or_fsdp_go_through_the_network_where_a_ring_fits_in_a_slice(
+    shape: Shape, axis: int, rng: np.random.Generator
+) -> None:
+    mesh = lay_out(shape, pod(rng, 2))
+    numbers = np.vectorize(lambda chip: chip.slice_index)(mesh)
+    assert len(set(mesh.flat)) == 32
+    # The slice is known by the place along that axis alone.
+    lines = np.moveaxis(numbers, axis, 0).reshape(shape[axis], -1)
+    assert all(len(set(line)) == 1 for line in lines)
+    half = shape[axis] // 2
+    assert [line[0] for line in lines] == [0] * half + [1] * half
+    if shape[RING] == 16:
+        for ring in rings_of(mesh):
+            assert set(links([chip.coords for chip in ring])) == {1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_slices", "across"),
+    [
+        ((1, 1, 8, 1), 1, (1, 1, 1, 1)),
+        ((4, 2, 8, 1), 4, (4, 1, 1, 1)),
+        ((2, 6, 8, 1), 4, (2, 2, 1, 1)),
+        ((3, 2, 8, 1), 6, (3, 2, 1, 1)),
+        ((1, 3, 8, 2), 6, (1, 3, 2, 1)),
+    ],
+)
+def test_the_axis_that_talks_least_goes_through_the_network(
+    shape: Shape, num_slices: int, across: Shape
+) -> None:
+    assert across_slices(shape, num_slices) == across
+
+
+def test_tensor_does_not_go_through_the_network(rng: np.random.Generator) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_mesh(MeshShape(tensor=32), pod(rng, 2))
+    message = str(caught.value)
+    assert "data 1 x fsdp 1 x ring 1 x tensor 32" in message
+    assert "2 slices" in message and "config.mesh" in message
+
+
+def test_slices_of_unlike_sizes_are_refused(rng: np.random.Generator) -> None:
+    chips = [chip for chip in pod(rng, 2) if chip.id != 31]
+    with pytest.raises(ValueError, match=re.escape("{0: 16, 1: 15}")):
+        by_slice(chips)
+
+
+@pytest.mark.parametrize("pod", ["v4:2x2x4", "v5e:4x4", "v6e:8x8"])
+def test_a_ring_of_devices_goes_from_neighbour_to_neighbour(pod):
+    devices = tpu_devices(pod)
+    found = ring_devices(devices)
+    assert {*found} == {*devices} and links([place(one) for one in found]).max() == 1
+    assert ring_devices(devices[:1]) == devices[:1]
