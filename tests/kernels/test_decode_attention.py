@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 from kernels import decode_attention, masks
 from kernels.backends import reference
 from kernels.decode_attention import CachedAttention
+from kernels.layouts import Contiguous
 from kernels.masks import Visible
+from kernels.ring.attend import Ring, attend
 from tests.cases.attention import QUICK
 
 LAYERS, BATCH, SLOTS, HEADS, KV_HEADS, DEPTH, NEW = 3, 2, 24, 4, 2, 8, 3
@@ -55,21 +57,21 @@ class Problem:
         k_start = np.broadcast_to([[0], [4]], k_end.shape)
         self.visible = Visible(k_start.astype(np.int32), k_end.astype(np.int32))
 
-    def attended(self, attend, layer: int) -> jax.Array:
+    def attended(self, attend, layer: int, *sinks) -> jax.Array:
         arrays = self.q, self.keys, self.values, self.index
-        return attend(*arrays, self.visible, np.int32(layer))
+        return attend(*arrays, self.visible, np.int32(layer), *sinks)
 
-    def expected(self, layer: int) -> np.ndarray:
+    def expected(self, layer: int, sinks=None, soft_cap=None) -> np.ndarray:
         """By the oracle in float64, with the keys in the order of their index."""
         order = np.argsort(self.index, axis=1)[..., None, None]
+        k, v = (
+            np.take_along_axis(x[layer].astype(np.float64), order, axis=1)
+            for x in (self.keys, self.values)
+        )
+        one = Ring(None, 1, Contiguous(), DEPTH**-0.5, reference, soft_cap)
         with jax.enable_x64():
-            q, k, v = (jnp.asarray(x, jnp.float64) for x in self.arrays(layer, order))
-            out, _ = reference.forward(q, k, v, *self.visible, scale=DEPTH**-0.5)
-            return np.asarray(out)
-
-    def arrays(self, layer: int, order: np.ndarray) -> tuple[np.ndarray, ...]:
-        wide = (x[layer].astype(np.float64) for x in (self.keys, self.values))
-        return self.q, *(np.take_along_axis(x, order, axis=1) for x in wide)
+            arrays = np.float64(self.q), k, v, sinks, *map(np.int32, self.visible)
+            return np.asarray(attend(one, *arrays)[0])
 
 
 @pytest.mark.parametrize("ring, tensor", [(1, 1), (2, 2), (4, 1), (8, 1)])
@@ -82,20 +84,37 @@ def test_attention_is_the_oracles_whatever_slot_a_key_is_in(ring, tensor, rng):
         assert (np.asarray(got)[-1, -1] == 0).all()
 
 
-def test_a_mesh_of_explicit_axes_and_bounds_of_all_rows_will_do(rng):
+@pytest.mark.parametrize("ring, tensor, soft_cap", [(1, 1, 1.2), (4, 2, None)])
+def test_sinks_and_caps_of_a_cache_are_those_of_attention(ring, tensor, soft_cap, rng):
+    problem, sinks = Problem(rng), np.float32(rng.standard_normal(HEADS))
+    cached = CachedAttention(mesh_of(ring, tensor), soft_cap=soft_cap)
+    got = problem.attended(jax.jit(cached.attend), 1, sinks)
+    want = problem.expected(1, np.float64(sinks), soft_cap)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "axes, ring_axes", [(("data", "ring"), "ring"), (("outer", "inner"),) * 2]
+)
+def test_explicit_meshes_rings_of_two_axes_and_bounds_of_all_rows_will_do(
+    axes, ring_axes, rng
+):
     """As `jax.make_mesh` makes them, and a mask gives bounds of one row."""
-    problem, shape = Problem(rng), (2, 2)
-    mesh = jax.make_mesh(shape, ("data", "ring"), devices=jax.devices()[:4])
-    cached = CachedAttention(mesh)
+    mesh = jax.make_mesh((2, 2), axes, devices=jax.devices()[:4])
+    cached, problem = CachedAttention(mesh, ring_axes), Problem(rng)
     ends = np.array([[5, 6, 7]], np.int32)
-    arrays = problem.q, problem.keys, problem.values, problem.index
-    alike = Visible(np.zeros_like(ends), ends)
-    got = jax.jit(cached.attend)(*arrays, alike, np.int32(0))
+    alike = problem.visible = Visible(np.zeros_like(ends), ends)
+    got = problem.attended(jax.jit(cached.attend), 2)
     problem.visible = Visible(*(np.repeat(bound, BATCH, 0) for bound in alike))
-    np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
-    new = problem.values[0, :, :4]
-    filled = np.asarray(cached.fill(problem.keys, new, 1))
-    np.testing.assert_array_equal(filled[1, :, :2], new[:, :2])
+    np.testing.assert_allclose(got, problem.expected(2), atol=1e-5)
+    new, want = problem.values[0, :, :2], problem.keys.copy()
+    members = 2 if ring_axes == "ring" else 4
+    first = SLOTS * (members - 1) // members + 3
+    want[2, :, first : first + 2] = new
+    place = np.int32(2), np.int32(members - 1), np.int32(3)
+    np.testing.assert_array_equal(jax.jit(cached.put)(problem.keys, new, *place), want)
+    filled = np.asarray(cached.fill(problem.keys, problem.values[0, :, :4], 1))
+    np.testing.assert_array_equal(filled[1, :, : 4 // members], new[:, : 4 // members])
 
 
 def test_bounds_beyond_int32_reach_all_keys(rng):
@@ -115,16 +134,6 @@ def test_bfloat16_is_as_near_as_one_rounding_allows(rng):
     want = problem.expected(1)
     error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
     assert error < 1e-2
-
-
-def test_members_that_hold_nothing_change_nothing(rng):
-    """All tokens are on the first of four members."""
-    problem, (_, _, attend) = Problem(rng), programs(4, 1)
-    problem.index[:] = EMPTY
-    problem.index[:, :6] = np.arange(6)
-    problem.visible = Visible(*np.array([[[0] * NEW] * 2, [[4, 5, 6]] * 2], np.int32))
-    got = problem.attended(attend, 0)
-    np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
 
 
 @pytest.mark.thorough(quick=3)
@@ -147,14 +156,6 @@ def test_slots_behind_the_live_ones_are_not_read(ring, live, rng, monkeypatch):
         stack[:, :, 1:, 3:] = np.nan
     attend = jax.jit(CachedAttention(mesh_of(ring)).attend, compiler_options=QUICK)
     np.testing.assert_allclose(problem.attended(attend, 0), want, atol=1e-5)
-
-
-def test_a_row_is_not_moved_by_what_is_in_free_slots(rng):
-    problem, (_, _, attend) = Problem(rng), programs(4, 1)
-    before = problem.attended(attend, 0)
-    is_free = problem.index == EMPTY
-    problem.keys[:, is_free], problem.values[:, is_free] = 1e4, -1e4
-    np.testing.assert_array_equal(before, problem.attended(attend, 0))
 
 
 @pytest.mark.parametrize("ring, tensor", [(2, 2), (4, 1)])
@@ -216,8 +217,16 @@ def refused_calls():
     for layer in 3, -1:
         yield "fill", (new, layer), "layer " + words.format(2, layer)
         yield "put", (new, layer, 0, 0), "layer " + words.format(2, layer)
-        yield "attend", (layer,), "layer " + words.format(2, layer)
+        yield "attend", ({}, layer), "layer " + words.format(2, layer)
     yield "fill", (new, 1.5), "layer must be an integer, got float"
+    for name, change, words_of in (
+        ("index", lambda x: x[:1], r"index \(B, S\), got .* and \(1, 24\)"),
+        ("values", lambda x: x[:2], "keys and values must be"),
+        ("visible", lambda x: Visible(*(y[:, :1] for y in x)), r"must be \(B, T\) or"),
+        ("visible", lambda x: masks.causal(), "for a cache always.*got Mask"),
+        ("q", lambda x: jnp.asarray(x, jnp.bfloat16), "must have one type"),
+    ):
+        yield "attend", ({name: change}, 0), words_of
     yield "put", (new, 0, 4, 0), "member " + words.format(3, 4)
     yield "put", (new, 0, 0, 3), "slot of 4 tokens " + words.format(2, 3)
     yield "put", (new, 0, 0, -1), "slot of 4 tokens " + words.format(2, -1)
@@ -228,30 +237,13 @@ def test_what_would_be_written_in_part_or_elsewhere_is_refused(
     method, arguments, words, rng
 ):
     problem, cached = Problem(rng), CachedAttention(mesh_of(4))
-    first = (problem.keys,)
-    if method == "attend":
-        first = problem.q, problem.keys, problem.values, problem.index, problem.visible
     with pytest.raises(ValueError, match=words):
-        getattr(cached, method)(*first, *arguments)
-
-
-@pytest.mark.parametrize(
-    "name, change, words",
-    [
-        ("index", lambda x: x[:1], r"index \(B, S\), got .* and \(1, 24\)"),
-        ("values", lambda x: x[:2], "keys and values must be"),
-        ("visible", lambda x: Visible(*(y[:, :1] for y in x)), r"must be \(B, T\) or"),
-        ("visible", lambda x: masks.causal(), "for a cache always.*got Mask"),
-        ("q", lambda x: jnp.asarray(x, jnp.bfloat16), "must have one type"),
-    ],
-)
-def test_operands_of_a_cache_that_do_not_fit_together_are_refused(
-    name, change, words, rng
-):
-    problem = Problem(rng)
-    setattr(problem, name, change(getattr(problem, name)))
-    with pytest.raises(ValueError, match=words):
-        problem.attended(CachedAttention(mesh_of(4)).attend, 0)
+        if method != "attend":
+            getattr(cached, method)(problem.keys, *arguments)
+        changes, layer = arguments
+        for name, change in changes.items():
+            setattr(problem, name, change(getattr(problem, name)))
+        problem.attended(cached.attend, layer)
 
 
 @pytest.mark.parametrize(
@@ -262,20 +254,9 @@ def test_operands_of_a_cache_that_do_not_fit_together_are_refused(
         ({"batch_axes": "data"}, r"batch_axes=\('data',\).*must be different axes"),
         ({"head_axis": "ring"}, "head_axis='ring' must be different axes"),
         ({"scale": np.inf}, "scale must be one finite number"),
+        ({"soft_cap": 0}, "soft_cap must be one finite number above 0"),
     ],
 )
 def test_a_cache_that_cannot_be_on_a_mesh_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         CachedAttention(mesh_of(4), **options)
-
-
-def test_a_ring_may_be_two_axes_of_the_mesh(rng):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))
-    cached, problem = CachedAttention(mesh, ("outer", "inner")), Problem(rng)
-    got = problem.attended(jax.jit(cached.attend), 2)
-    np.testing.assert_allclose(got, problem.expected(2), atol=1e-5)
-    place = np.int32(2), np.int32(2), np.int32(3)
-    new, want = problem.values[0, :, :2], problem.keys.copy()
-    first = 2 * SLOTS // 4 + 3
-    want[2, :, first : first + 2] = new
-    np.testing.assert_array_equal(jax.jit(cached.put)(problem.keys, new, *place), want)

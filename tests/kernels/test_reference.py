@@ -1,4 +1,4 @@
-"""Tests the oracle against JAX's own attention and autodiff."""
+"""Tests the oracle against a softmax written out, and JAX's own attention."""
 
 import functools
 
@@ -9,6 +9,7 @@ import pytest
 
 from kernels import masks
 from kernels.backends import reference
+from kernels.one_device import attention_with_lse
 
 SCALE = 0.3
 forward = jax.jit(functools.partial(reference.forward, scale=SCALE))
@@ -55,51 +56,63 @@ def assert_close(got, want, tolerance: float) -> None:
 
 IDS = np.array([[0] * 4 + [2] * 5 + [3] * 4, [1] * 11 + [5] * 2], np.int32)
 
-# Masks under which every query has visible keys: (mask, T, S, H, K).
+# (mask, T, S, H, K, cap, whether there are sinks). Queries have keys, or sinks.
 CASES = {
-    "full": (masks.full(), 7, 12, 2, 2),
-    "causal": (masks.causal(), 13, 13, 4, 2),
-    "window": (masks.window(3), 13, 13, 3, 1),
-    "prefix": (masks.prefix(np.array([[2], [9]], np.int32)), 13, 13, 2, 2),
-    "documents": (masks.documents(IDS), 9, 13, 6, 3),
+    "full": (masks.full(), 7, 12, 2, 2, None, False),
+    "causal, cap": (masks.causal(), 13, 13, 4, 2, 1.2, False),
+    "window, sinks": (masks.window(3), 13, 13, 3, 1, None, True),
+    "prefix, sinks, cap": (masks.prefix(np.array([[2], [9]])), 13, 13, 2, 2, 1.2, True),
+    "documents": (masks.documents(IDS), 9, 13, 6, 3, None, False),
+    "padding, sinks": (masks.padding(9), 13, 13, 2, 2, None, True),
 }
 
-each_case = pytest.mark.parametrize("name", CASES)
 
-
-@each_case
-def test_forward_is_the_softmax_over_the_visible_keys(name, rng):
-    mask, queries, keys, heads, kv_heads = CASES[name]
-    q, k, v = operands(rng, queries, keys, heads, kv_heads)
-    k_start, k_end = bounds(mask, queries, keys)
-    out, lse = forward(q, k, v, k_start, k_end)
-    assert out.dtype == lse.dtype == jnp.float64
-
-    slot = np.arange(keys)
-    visible = (k_start[..., None] <= slot) & (slot < k_end[..., None])
-    visible = visible[:, None]  # (B, 1, T, S)
-    shared_k, shared_v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
-    weights = np.exp(SCALE * np.einsum("bthd,bshd->bhts", q, shared_k)) * visible
-    total = weights.sum(axis=-1)
-    want = np.einsum("bhts,bshd->bthd", weights / total[..., None], shared_v)
-    assert_close((out, lse), (want, np.log(total)), 1e-12)
-
-    with jax.numpy_dtype_promotion("standard"):  # its softmax is float32 at any rate
-        of_jax = jax.jit(functools.partial(jax.nn.dot_product_attention, scale=SCALE))(
-            q, k, v, mask=visible
-        )
-    assert_close([out], [of_jax], 1e-5)
+def written_out(q, k, v, sinks, visible, soft_cap):
+    """(out, lse) of a softmax over all keys and one more, whose value is 0."""
+    k, v = jnp.repeat(jnp.stack([k, v]), q.shape[2] // k.shape[2], axis=3)
+    s = SCALE * jnp.einsum("bthd,bshd->bhts", q, k)
+    if soft_cap is not None:
+        s = soft_cap * jnp.tanh(s / soft_cap)
+    s = jnp.where(visible, s, -jnp.inf)
+    sink = jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))
+    s = jnp.concatenate([s, sink], axis=3)  # (B, H, T, S + 1)
+    p = jax.nn.softmax(s, axis=3)[..., :-1]
+    return jnp.einsum("bhts,bshd->bthd", p, v), jax.nn.logsumexp(s, axis=3)
 
 
 @pytest.mark.thorough(quick=2)
-@each_case
-def test_backward_is_the_derivative_of_forward(name, rng):
-    mask, queries, keys, heads, kv_heads = CASES[name]
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_the_softmax_written_out_with_its_derivative(name, rng):
+    """And where there are neither caps nor sinks that of JAX, which is in float32."""
+    mask, queries, keys, heads, kv_heads, soft_cap, has_sinks = CASES[name]
     qkv = operands(rng, queries, keys, heads, kv_heads)
-    limits = bounds(mask, queries, keys)
-    results, pull = jax.vjp(lambda *qkv: forward(*qkv, *limits), *qkv)
-    cotangents = tuple(normal_like(rng, x) for x in results)
-    assert_close(gradients(qkv, limits, *cotangents), pull(cotangents), 1e-10)
+    k_start, k_end = bounds(mask, queries, keys)
+    slot = np.arange(keys)
+    visible = (k_start[..., None] <= slot) & (slot < k_end[..., None])
+    visible = visible[:, None]  # (B, 1, T, S)
+    sinks = rng.standard_normal(heads) if has_sinks else np.full(heads, -np.inf)
+    do, d_lse = normal_like(rng, qkv[0]), rng.standard_normal((2, heads, queries))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(attend, *arrays):
+        results, pull = jax.vjp(attend, *arrays)
+        return *results, *pull((do, d_lse))
+
+    def on_one(q, k, v, sinks):
+        seen = masks.Visible(k_start, k_end)
+        more = {"soft_cap": soft_cap, "scale": SCALE, "implementation": "reference"}
+        return attention_with_lse(q, k, v, visible=seen, sinks=sinks, **more)
+
+    want = functools.partial(written_out, visible=visible, soft_cap=soft_cap)
+    got = with_gradients(on_one, *qkv, sinks)
+    assert {x.dtype for x in got} == {np.dtype(np.float64)}
+    assert_close(got, with_gradients(want, *qkv, sinks), 1e-10)
+    if soft_cap is None and not has_sinks:
+        with_none = with_gradients(lambda *qkv: on_one(*qkv, None), *qkv)
+        assert_close(with_none, got[:-1], 1e-12)
+        with jax.numpy_dtype_promotion("standard"):
+            of_jax = jax.nn.dot_product_attention(*qkv, mask=visible, scale=SCALE)
+        assert_close([of_jax], got[:1], 1e-5)
 
 
 def empty_rows(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
