@@ -1,8 +1,7 @@
-"""Rows of the benchmarks: their keys, their rates, how they are timed and shown."""
+"""Rows of the benchmarks: their numbers, rates, and what they are compared with."""
 
 import functools
 import sys
-from dataclasses import fields
 
 import jax
 import jax.numpy as jnp
@@ -11,53 +10,16 @@ import pytest
 
 from tools import bench_kernels, bench_ring, bench_train
 from tools.lib.benchmarks import peers, rings, rows
-from tools.lib.benchmarks.peers import Runs, Unavailable, jax_runs
-from tools.lib.benchmarks.problems import Operands, Problem
+from tools.lib.benchmarks.peers import Runs
+from tools.lib.benchmarks.problems import Problem
 from tools.lib.benchmarks.rings import GRADED, RingProblem
 from tools.lib.benchmarks.rows import Environment, peak_share
-from tools.lib.papers import contexts as paper_contexts
 
 TOLERANCE = 1e-5
 
 
-def keys(record: type) -> set[str]:
-    return {field.name for field in fields(record)}
-
-
-TIMED = keys(Environment) | {"tflops", "flops_convention", "peak_share", "repeats"}
-TIMED |= {"compile_seconds", "seconds_median", "seconds_min", "seconds_max"}
-TIMED |= {"seconds_spread", "cpu_seconds_median"}
-KERNEL = TIMED | keys(Problem) | {"contestant", "direction", "calls", "error"}
-RING = TIMED | keys(RingProblem) | {"implementation", "layout", "block_q", "block_k"}
-RING |= {"tiles_total", "tiles_critical_path", "tiles_bound", "bound_share", "versions"}
-RING |= {f"error_{name}" for name in (*GRADED, "length")}
-TRAINED = {"context_tokens", "step_seconds", "step_spread", "tokens_per_second"}
-TRAINED |= {"mfu", "mfu_paper", "peak_bytes"}
-
-
 def environment(device_kind: str, device_count: int) -> Environment:
     return Environment(None, False, "", "", device_kind, device_count, 1, 0.0)
-
-
-def test_environment_tells_commit_and_devices():
-    found = Environment.of(jax.devices()[:3])
-    assert (found.device_kind, found.device_count) == ("cpu", 3)
-    assert found.jax == jax.__version__
-    assert found.cores >= 1 and found.load >= 0
-    assert found.date.endswith("+00:00")
-    assert found.commit is None or len(found.commit) == 40
-
-
-def test_runs_are_timed_in_rounds_and_the_first_does_not_count():
-    calls, waited = [], []
-
-    def take(name):
-        return rows.take_sample(lambda: calls.append(name) or name, 2, waited.append)
-
-    samples = rows.take_rounds([functools.partial(take, n) for n in "ab"], repeats=2)
-    assert "".join(calls) == "aabb" * 3 and "".join(waited) == "ab" * 3
-    assert [len(mine) for mine in samples] == [2, 2]
-    assert all(sample.wall > 0 for mine in samples for sample in mine)
 
 
 def test_share_of_the_peak_is_known_for_known_chips_in_bfloat16_only():
@@ -75,14 +37,6 @@ def test_rates_are_of_the_visible_pairs(mask, pairs):
         assert rate == pytest.approx(forwards * 4 * 16 * 2 * 3 * pairs / 2.0)
 
 
-def test_tables_of_papers_are_read_by_the_rules_of_other_rows(tmp_path):
-    """Those of data/json_text.py: Python's own reader keeps the last of two keys."""
-    path = tmp_path / f"{paper_contexts.TARGETS[0].name('nothing')}.json"
-    path.write_text('[{"a": 1, "a": 2}]')
-    with pytest.raises(ValueError, match=f"{path.name}.*twice"):
-        paper_contexts.rows(tmp_path)
-
-
 # Kernels on one device, beside their peers.
 
 
@@ -96,7 +50,6 @@ def test_each_direction_of_each_contestant_that_is_there_has_a_row(rows_of):
         for direction in ("forward", "backward")
         for name in ("blockwise", "reference")
     ]
-    assert all(row.keys() == KERNEL for row in found)
     assert 0 < max(row["error"] for row in found) < TOLERANCE
 
 
@@ -105,28 +58,6 @@ def test_an_error_is_seen():
     runs = Runs(lambda: (jnp.ones((2, 3)).at[0, 0].set(2.0),), None)
     found = bench_kernels.largest_error(runs, "forward", truth)
     assert found == pytest.approx(6**-0.5)
-
-
-@pytest.mark.parametrize(
-    ("peer", "why"),
-    [
-        (peers.cudnn, "RuntimeError: cuDNN not found"),
-        (peers.mosaic_gpu, "float16, not bfloat16"),
-        (peers.splash, "runs on TPUs"),
-    ],
-)
-def test_a_peer_that_cannot_run_says_why(peer, why):
-    with pytest.raises(Unavailable, match=why):
-        peer(Operands(*(jnp.ones((1, 64, 1, 64), jnp.bfloat16),) * 4), True)
-
-
-def test_a_backward_run_gives_the_gradients_of_the_forward_run():
-    x = jax.random.normal(jax.random.key(0), (4, 1, 8, 2, 4))
-    runs = jax_runs(lambda q, k, v: q * k + v, Operands(*x))
-    (out,), (dq, dk, dv) = runs.forward(), runs.backward()
-    np.testing.assert_allclose(out, x[0] * x[1] + x[2], rtol=1e-6)
-    for got, want in ((dq, x[3] * x[1]), (dk, x[3] * x[0]), (dv, x[3])):
-        np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -141,23 +72,6 @@ def test_splash_is_given_the_same_problem(mask, directions):
     for direction in directions:
         truth = jax.device_get(getattr(exact, direction)())
         assert bench_kernels.largest_error(found, direction, truth) < 1e-2
-
-
-@pytest.mark.parametrize(
-    ("device", "contestants"),
-    [
-        ("tpu", ["pallas_tpu", "splash"]),
-        ("gpu", ["hopper", "triton"]),
-        ("cpu", ["blockwise"]),
-    ],
-)
-def test_without_arguments_the_kernels_of_the_device_are_measured(
-    device, contestants, monkeypatch
-):
-    monkeypatch.setattr(jax, "default_backend", lambda: device)
-    chosen = bench_kernels._arguments([])
-    assert chosen.contestants[: len(contestants)] == contestants
-    assert (max(chosen.lengths) > 1024) == (device != "cpu")
 
 
 # Rings, their simulated steps, and a stand-in for the original.
@@ -186,7 +100,7 @@ def test_every_layout_has_a_right_row_whose_rates_agree(measure, capsys):
     same |= {"ring_size": 2, "length": 256, "kv_heads": 1, "mask": "causal"}
     same |= {"dtype": "float32", "block_q": 32, "error_length": 256, "repeats": 1}
     for row in found:
-        assert row.keys() == RING and row == row | same
+        assert row == row | same
         for name in GRADED:
             assert 0 < row[f"error_{name}"] <= TOLERANCE, (name, row)
         assert row["seconds_min"] == row["seconds_median"] == row["seconds_max"] > 0
@@ -318,7 +232,7 @@ def test_each_context_has_a_row_of_a_run_that_learned(rows_of):
     found = rows_of(bench_train, *tiny, *"--contexts 64 128 --steps 5".split())
     assert [row["context_tokens"] for row in found] == [64, 128]
     for row in found:
-        assert row.keys() >= keys(Environment) | TRAINED
+        assert row["tokens_per_second"] > 0 and row["step_seconds"] > 0
         assert (row["device_kind"], row["device_count"]) == ("cpu", 8)
         assert (row["config"], row["overrides"]) == (tiny[1], [tiny[2]])
         assert row["steps"] == 4

@@ -1,15 +1,101 @@
+"""Schedules of the TPU's compiler: as they are read, measured and compared."""
+
+import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import pytest
 
 from kernels.backends.tpu.block_sizes import TpuBlocks
-from tests.tools.test_bundles import make_texts
-from tools import tpu_schedule
-from tools.lib.compiled.bundles import read_schedule, tile_body
-from tools.lib.compiled.tile_program import Compiled, Tile
+from tools import tpu_schedule, tune_block_sizes
+from tools.lib.compiled.bundles import Body, Span, bodies, read_schedule, tile_body
+from tools.lib.compiled.tile_program import Compiled, Tile, read_vmem
 from tools.tpu_schedule import Measurement, measure
+from tools.tune_block_sizes import Candidate, Outcome, rank
+
+UTILIZATION = """== CAPACTIY:
+MXU, XLU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL
+    4     3     4     3     3     1     1
+== UTILIZATION:
+"""
+
+
+def make_texts(*bundles):
+    """The two texts of a schedule, of (label, loops, instructions, MXU slots)."""
+    text, table = "= control target key start\nLB: loop body\n= end\n", UTILIZATION
+    for place, (label, depth, instructions, mxu) in enumerate(bundles):
+        address = f"{place:#x}" if place else "0"
+        label = f"{label}:" if label else "  :"
+        text += f"\n{address:>6} {label} {'>' * depth} {{ {instructions} }}"
+        table += f"{mxu} 0 {place} 3 1 4 2\n"
+    return text, table
+
+
+def read(*bundles):
+    return read_schedule(*make_texts(*bundles))
+
+
+def branch(target):
+    return f"%7 = sbr.rel (%p3) target = $region{target}"
+
+
+def test_regions_lie_between_branches_and_labels():
+    schedule = read(
+        ("", 0, "%s1 = smov 0", 0),
+        ("LB", 1, "%2 = sld } /* Start region 2", 0),
+        ("", 1, f"{branch(4)} ;; %s3 = sadd", 0),
+        ("", 1, "%4 = vmatmul", 3),
+        ("", 1, "%5 = vmatmul", 4),
+        ("PF", 1, "%6 = vpop } /* Start/End empty region 4 :: Start region 5", 0),
+        ("", 1, branch(2), 0),
+        ("", 0, "%8 = sfence", 0),
+    )
+    whole, loop, skipped = Span(0, 8), Span(1, 6), Span(2, 5)
+    regions = schedule.regions
+    assert [(r.begin, r.end, r.depth, r.used["MXU"], r.inside) for r in regions] == [
+        (0, 1, 0, 0, whole),
+        (1, 2, 1, 0, loop),
+        (2, 5, 1, 7, skipped),
+        (5, 6, 1, 0, loop),
+        (6, 8, 1, 0, whole),
+    ]
+    units = "MXU", "XLU", "VALU", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL"
+    used = dict(zip(units, (7, 0, 9, 9, 3, 12, 6), strict=True))
+    assert regions[2].used == used
+    body = tile_body(schedule)
+    assert body == Body(skipped, 3, used, 7 / 4)
+    assert (body.mxu_share, body.spills) == (7 / 12, 9)
+
+
+def test_full_tile_is_the_plainest_body_with_the_most_work():
+    schedule = read(
+        ("LB", 1, "} /* Start region 1", 0),
+        ("", 1, branch(2), 8),  # a part of a tile, with the least vector work
+        ("PF", 1, f"{branch(3)} }} /* Start/End empty region 2", 40),  # a full tile
+        ("", 1, "%1 = vpop", 0),
+        ("", 1, "%2 = vpop", 0),
+        ("PF", 1, f"{branch(4)} }} /* Start/End empty region 3", 41),  # a masked tile
+        ("", 1, "%3 = vsel", 0),
+        ("PF", 1, "} /* Start/End empty region 4", 0),
+        ("", 1, branch(1), 0),
+    )
+    found = [(body.bundles, body.used["VALU"]) for body in bodies(schedule)]
+    assert found == [(1, 1), (3, 2 + 3 + 4), (2, 5 + 6)]
+    assert tile_body(schedule).used["MXU"] == 40
+
+
+VMEM = """
+  %flash_forward.2 = f32[8]{0} custom-call(%q), frontend_attributes={kernel_metadata={
+"a": 1}}, backend_config={"used_scoped_memory_configs":[
+{"memory_space":"1","offset":"0","size":"4096"},{"memory_space":"5","size":"7"}]}
+  %flash_backward = f32[8]{0} custom-call(%flash_forward.2), backend_config={
+"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"512"}]}
+"""
+
+
+def test_vmem_is_that_of_the_kernel():
+    assert read_vmem(VMEM, "flash_forward") == 4096
+    assert read_vmem(VMEM, "flash_backward") == 512
 
 
 def make_tile(direction="forward", chip="v5e", block=1024, group=1, **options):
@@ -17,14 +103,35 @@ def make_tile(direction="forward", chip="v5e", block=1024, group=1, **options):
     return Tile(chip, direction, *shape, **options)
 
 
-TWO_BUNDLES = ("", 0, "%1 = vmatmul", 4), ("", 0, "%2 = vmatmul", 2)
+BUNDLES, USED = make_texts(("", 0, "%1 = vadd", 0), ("", 0, "%2 = vadd", 0))
+REFUSED = [
+    (lambda: read_vmem(VMEM, "flash"), "0 kernels 'flash' were compiled"),
+    (lambda: make_tile(block=1536), "self.length=4096 is not a multiple"),
+    (lambda: make_tile(group=3), "self.block_q=1024 is not a multiple of"),
+    (
+        lambda: read_schedule(BUNDLES, USED.removesuffix("0 0 1 3 1 4 2\n")),
+        "2 bundles, but utilization of 1",
+    ),
+    (
+        lambda: read_schedule(BUNDLES, USED.replace("1 4 2", "1 4 2 0")),
+        r"do not have columns \['MXU', 'XLU'",
+    ),
+    (lambda: read_schedule(BUNDLES, ""), "no table of utilization"),
+    (lambda: tile_body(read_schedule(BUNDLES, USED)), "no work for the MXU"),
+]
 
 
-def make_measurement(tile, way=None, body=TWO_BUNDLES):
-    """Of a made-up kernel, whose body has by default 6 of 8 MXU slots used."""
+@pytest.mark.parametrize(("call", "said"), REFUSED)
+def test_what_cannot_be_read_or_compiled_is_refused(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def make_measurement(tile, way=None, pieces=2):
+    """Of a made-up kernel, whose body has 3 of 4 MXU slots used in each bundle."""
     compiled = Compiled("TPU v5 lite", "0.0.48.1", {"kernel": 3 * 2**20})
-    schedules = {"kernel": read_schedule(*make_texts(*body))}
-    return Measurement(tile, way, compiled, schedules)
+    body = [("", 0, "%1 = vmatmul", 3)] * pieces
+    return Measurement(tile, way, compiled, {"kernel": read(*body)})
 
 
 @pytest.mark.thorough
@@ -36,11 +143,17 @@ def test_soft_cap_costs_the_known_bundles_and_nothing_where_it_is_off():
 
 
 @pytest.mark.thorough
-def test_what_does_not_compile_says_why():
+def test_blocks_asked_for_are_those_that_are_compiled():
+    row = measure(make_tile(), TpuBlocks(256, 512, 128, 128, 0, 0)).row()
+    # Eight bodies of 754 bundles: 423 filled by the MXU, without spills. Bodies that
+    # hide scores or take their maximum are as long, as they have all of the rows too.
+    assert (row["bodies"], row["used_vstore_spill"]) == (8, 0)
+    assert row["bundles"] == pytest.approx(6032, rel=0.02)
+    assert row["mxu_bound"] == pytest.approx(3384, rel=0.02)
+    assert row["vmem_bytes"] < 2**21
     too_large = TpuBlocks(4096, 4096, 4096, 4096, 0, 0)
-    with pytest.raises(
-        ValueError, match=r"4096.* does not compile: ValueError: tiles that take"
-    ):
+    said = r"4096.* does not compile: ValueError: tiles that take"
+    with pytest.raises(ValueError, match=said):
         measure(make_tile(), too_large)
 
 
@@ -67,13 +180,59 @@ def test_program_writes_what_compiled_and_tells_what_did_not(
 
     monkeypatch.setattr(tpu_schedule, "measure", pretend)
     path = tmp_path / "rows.json"
-    arguments = "--chips", "v5e", "v4", "--regions", "2", "--output", str(path)
-    assert tpu_schedule.main(arguments) == 1
+    assert tpu_schedule.main(["--chips", "v5e", "v4", "--output", str(path)]) == 1
     (row,) = json.loads(path.read_text())
     assert (row["chip"], row["kernel"], row["bundles"]) == ("v5e", "ours", 2)
     assert row["device_kind"] == "TPU v5 lite"
-    assert row["jax"] == jax.__version__ and "commit" in row
     shown = capsys.readouterr()
     assert shown.err == "error: it does not compile: VMEM\n"
-    assert "0x0 to     0x2:      2 bundles, 0 loops; MXU 6, XLU 0, VALU 1" in shown.out
     assert "v5e    1024 x 1024" in shown.out and "75.0%" in shown.out
+
+
+# Block sizes that are searched for.
+
+BLOCKS = TpuBlocks(1024, 1024, 512, 256, 1, 0)
+
+
+def test_ranking_is_by_chip_bundles_and_what_the_table_has():
+    outcomes = [
+        Outcome(
+            Candidate(chip, BLOCKS, is_in_table),
+            {"bundles": bundles, "used_vload_fill": spills, "used_vstore_spill": 0},
+        )
+        for chip, bundles, is_in_table, spills in (
+            ("v6e", 5, False, 0),
+            ("v4", 7, False, 2),
+            ("v4", 7, False, 1),
+            ("v4", 7, True, 9),
+            ("v4", 6, False, 9),
+        )
+    ]
+    ranked = rank(outcomes, ["v4", "v6e"])
+    assert [outcomes.index(outcome) for outcome in ranked] == [4, 3, 2, 1, 0]
+
+
+def test_the_best_is_shown_and_every_row_that_compiles_is_written(
+    rows_of, monkeypatch, capsys
+):
+    def refuse_wide(tile, blocks):
+        """A body of as many bundles as a tile has pieces of 128 keys."""
+        if blocks.rows == 1024:
+            raise ValueError("VMEM")
+        pieces = blocks.stacked_rows * blocks.block_k // (blocks.rows * 128)
+        return make_measurement(tile, blocks, pieces)
+
+    tables = {"v4": dataclasses.replace(BLOCKS, rows=1024), "v5e": BLOCKS}
+    monkeypatch.setitem(tune_block_sizes.TABLES, "backward", tables)
+    monkeypatch.setattr(tune_block_sizes, "measure", refuse_wide)
+    arguments = "--chips v5e v4 --direction backward --jobs 2 --rows 256 1024".split()
+    rows = rows_of(tune_block_sizes, *arguments)
+    names = "chip", "blocks_rows", "is_in_table", "bundles"
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        ("v5e", 512, True, 16),
+        ("v5e", 256, False, 32),
+        ("v4", 256, False, 32),
+    ]
+    shown = capsys.readouterr().out
+    assert "v4: VMEM" in shown and "v5e: VMEM" in shown
+    assert f"v5e: {BLOCKS}\nv4: {dataclasses.replace(BLOCKS, rows=256)}\n" in shown
