@@ -1,16 +1,20 @@
-"""What is printed of plans, against numbers that are known: 7b on a whole v3 pod."""
+"""Tables of plans whose numbers are known, and the search for the largest step."""
 
 import dataclasses
+import io
 import json
+import math
 import re
+import threading
 
 import pytest
 
-from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.estimate import Estimate
+from tools.lib.planning.largest import TOLERANCE, Search, Try
 from tools.lib.planning.memory import Memory
 from tools.lib.planning.plan import Kind, Plan, Transfers
-from tools.lib.planning.text import compare, describe, seconds, size
+from tools.lib.planning.progress import progress
+from tools.lib.planning.text import compare, describe, seconds
 from training.metrics import StepWork
 
 GIB = 2**30
@@ -98,42 +102,9 @@ def test_what_is_no_plan_is_refused(change, message, tmp_path):
         Plan.read(path)
 
 
-ALONE = dataclasses.replace(GATHERED, synchronous_bytes=0)
-LATE = dataclasses.replace(ALONE, name=TRANSFER)
-
-
-@pytest.mark.parametrize(
-    ("kind", "kernels", "why"),
-    [
-        (GATHERED, 0, "pallas_tpu attention has no kernel that could hide it"),
-        (ALONE, 9, "nothing that takes long enough runs beside it"),
-        (LATE, 9, "not beside all kernels of its ring step"),
-    ],
-)
-def test_what_is_exposed_says_why(kind, kernels, why):
-    transfers = dataclasses.replace(PLAN.transfers, kernels=kernels)
-    plan = dataclasses.replace(PLAN, transfers=transfers, collectives=(kind,))
-    assert f"  {kind.name}: {why}" in describe(plan)
-    assert max(map(len, describe(plan))) <= 100
-
-
-def test_a_plan_says_what_a_device_costs():
-    tokens = PLAN.rows * PLAN.context_tokens
-    rate = tokens / PLAN.estimate.step
-    printed = cells(PLAN)
-    assert ["tokens a second, at most", f"{rate:,.0f}"] in printed
+def test_tables_have_the_plans_memory_and_what_a_device_costs():
+    rate = PLAN.context_tokens / PLAN.estimate.step
     hours = 1e9 / rate * PLAN.devices / 3600
-    assert ["device-hours for 1e9 tokens, at least", f"{hours:,.1f}"] in printed
-
-
-def test_no_transfers_and_loops_that_were_counted_once_are_told():
-    plan = dataclasses.replace(PLAN, collectives=())
-    assert ["sent by a device in a step: nothing"] in cells(plan)
-    plan = dataclasses.replace(PLAN, unknown_loops=3)
-    assert ["3 loops of unknown length counted once"] in cells(plan)
-
-
-def test_memory_adds_up_and_tells_too_little_spare():
     for name, shown in (
         ("parameters", "1.00 GiB"),
         ("optimizer state", "2.00 GiB"),
@@ -141,17 +112,88 @@ def test_memory_adds_up_and_tells_too_little_spare():
         ("workspace (the rest)", "512.00 MiB"),
         ("peak (all of these)", "6.50 GiB"),
         ("of the device", "16.00 GiB"),
+        ("spare", "59.4%"),
+        ("tokens a second, at most", f"{rate:,.0f}"),
+        ("device-hours for 1e9 tokens, at least", f"{hours:,.1f}"),
     ):
         assert row(PLAN, name) == [shown]
-    assert row(PLAN, "spare") == ["59.4%"]
     memory = dataclasses.replace(PLAN.memory, peak=15.5 * GIB, host=GIB)
-    plan = dataclasses.replace(PLAN, memory=memory)
+    plan = dataclasses.replace(PLAN, memory=memory, unknown_loops=3)
     assert row(plan, "spare") == ["3.1%, below 5%"]
     assert row(plan, "memory of the host, for each device") == ["1.00 GiB"]
+    assert row(plan, "3 loops of unknown length counted once") == []
+    shown = [seconds(count) for count in (1.95e-5, 2.52e-4, 0.0252, 2.52)]
+    assert shown == ["19.5 us", "252 us", "25.2 ms", "2.52 s"]
 
 
-def test_times_and_sizes_have_units_that_suit_them():
-    shown = [seconds(count) for count in (0, 1.95e-5, 2.52e-4, 0.0252, 2.52, 4958.23)]
-    assert shown == ["0 s", "19.5 us", "252 us", "25.2 ms", "2.52 s", "4,958.2 s"]
-    shown = [size(count) for count in (512, 1536, 2**20, -(2**31), 3 * 2**40)]
-    assert shown == ["512 B", "1.50 KiB", "1.00 MiB", "-2.00 GiB", "3.00 TiB"]
+# The search for the largest size, on memory that a function makes up.
+
+LIMIT = 1000.0
+
+
+def search(peak_of, first=1024, unit=256, **more):
+    """The contexts that are tried, and the longest that fits."""
+    sizes = Search(unit, LIMIT, **more)
+    tries = sizes.largest(peak_of, first)
+    best = sizes.best(tries)
+    return [one.size for one in tries], best and best.size
+
+
+def assert_is_longest(best, peak_of, unit=256):
+    """Against trying everything up to the first that does not fit."""
+    longest = 0
+    while (peak := peak_of(longest + unit)) is not None and peak <= LIMIT:
+        longest += unit
+    assert best <= longest <= best + max(unit, TOLERANCE * longest)
+
+
+PEAKS = [
+    (first, lambda context, fixed=fixed: fixed + math.ceil(context / 40), 6)
+    for fixed in (0, 400, 900)
+    for first in (256, 1024, 40_000, 10_000_000)
+]
+PEAKS.append((100_000, lambda n: None if n > 20_000 else n // 40, 10))
+PEAKS += [
+    (1024, lambda context, step=step: 300 + -(-context // step) * step // 50, 12)
+    for step in (300, 700, 1500, 3100, 4900)
+]
+
+
+@pytest.mark.parametrize(("first", "peak_of", "most"), PEAKS)
+def test_the_longest_context_takes_few_tries_from_anywhere(first, peak_of, most):
+    """Of memory on a line, where the compiler refuses, and with jumps."""
+    tries, best = search(peak_of, first)
+    assert_is_longest(best, peak_of)
+    assert len(tries) <= most
+
+
+def test_where_nothing_fits_there_is_no_answer():
+    tries, best = search(lambda context: None, first=4096)
+    assert best is None and tries[-1] == 256
+    assert search(lambda context: 2000 + context)[1] is None
+
+
+@pytest.mark.parametrize("layers", [0, 1, 7, 31, 32])
+@pytest.mark.parametrize("first", [1, 8, 32])
+def test_layers_are_counted_to_the_last_one_from_what_is_known_of_none(layers, first):
+    """The first layer that keeps more takes more memory than another."""
+
+    def peak_of(count):
+        return 500 + min(1, count) * 40 + 10 * count
+
+    limit = peak_of(layers) + 5
+    sizes = Search(1, limit, most=32)
+    tries = sizes.largest(peak_of, first, [Try(0, peak_of(0))])
+    best = sizes.best(tries)
+    assert best is not None and best.size == layers and len(tries) <= 6
+    assert all(one.size <= 32 for one in tries)
+
+
+def test_an_error_ends_what_is_told_of_its_progress():
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    told = progress("compiling", stream, every=(0.001, 0.001))
+    with pytest.raises(ValueError, match="too large"), told:
+        raise ValueError("too large")
+    assert stream.getvalue().endswith("\r\x1b[K")
+    assert not [one for one in threading.enumerate() if "(report)" in one.name]

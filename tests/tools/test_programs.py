@@ -10,6 +10,7 @@ import pytest
 import tools
 from tests.cases import pairs
 from tools import evaluate
+from tools.lib.planning.step import Step
 
 FOLDER = Path(next(iter(tools.__path__)))
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
@@ -80,8 +81,12 @@ def test_no_test_of_the_library_needs_a_tool_but_for_compilers():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_command_line_is_one_line_and_writes_nothing(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Step, "compile", lambda step: pytest.fail("compiled"))
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "full").mkdir()
