@@ -7,7 +7,6 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from tests.cases import pairs
 from tools import figures
@@ -15,7 +14,6 @@ from tools.lib.exorl.scores import interval
 from tools.lib.figures.bars import bars
 from tools.lib.figures.curves import agent, bounds, read_returns, returns
 from tools.lib.figures.grids import heat_maps, work_per_step
-from tools.lib.figures.style import write_picture
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
 
@@ -37,15 +35,6 @@ def test_committed_rows_are_drawn(arguments, tmp_path, capsys):
     assert matplotlib.image.imread(picture).shape[1] > 800
     assert capsys.readouterr().out.endswith(f"written to {output}\n")
     assert not list(tmp_path.rglob("*.part"))
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("nowhere/x.png", "nowhere is not"), ("folder", "folder is")]
-)
-def test_a_path_that_cannot_be_a_picture_is_named(tmp_path, name, said):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=f"{said} a directory: give the path of a PNG"):
-        write_picture(tmp_path / name, Figure())
 
 
 def test_causal_ring_of_4_computes_the_tiles_that_can_be_counted_by_hand():

@@ -1,9 +1,12 @@
 """Times of instructions by the roofline, from short programs written by hand."""
 
 import dataclasses
+import math
+from pathlib import Path
 
 import pytest
 
+from tests.cases import pairs
 from tools.lib.compiled.hlo import Program
 from tools.lib.planning.roofline import Roofline, Work
 from training import chips
@@ -12,12 +15,16 @@ CHIP = dataclasses.replace(
     chips.find("TPU v5 lite"), peak_flops=1e6, hbm_bytes_per_second=1e3
 )
 """Rates by which seconds are read from FLOPs and bytes."""
+FAST = dataclasses.replace(CHIP, hbm_bytes_per_second=1e9)
+HLO = Path(__file__).parents[1] / "fixtures/hlo"
 
 
 def roofline(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Roofline:
-    """Times of a program with this entry."""
-    text = f"HloModule m, is_scheduled=true\n{others}\nENTRY %main () -> f32[] {{\n"
-    text += "\n".join(f"  {line.strip()}" for line in body.strip().splitlines()) + "\n}"
+    """Times of a program with this entry, or of others alone, which have one."""
+    text = f"HloModule m, is_scheduled=true\n{others}"
+    if body:
+        lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
+        text += f"\nENTRY %main () -> f32[] {{\n{lines}}}"
     return Roofline(text, Program.parse(text, 4), chip, elsewhere)
 
 
@@ -25,39 +32,13 @@ def total(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Work:
     return roofline(body, others, chip, **elsewhere).total
 
 
-LOOP = """
-%fused (x: bf16[64,32], stack: bf16[5,32,16], i: s32[]) -> bf16[64,16] {
-  %stack = bf16[5,32,16]{2,1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %x = bf16[64,32]{1,0} parameter(0)
-  %slice = bf16[1,32,16]{2,1,0} dynamic-slice(%stack, %i), dynamic_slice_sizes={1,32,16}
-  %w = bf16[32,16]{1,0} bitcast(%slice)
-  ROOT %product = bf16[64,16]{1,0} convolution(%x, %w), dim_labels=bf_io->bf, NAMED
-}
-
-%layer (state: (s32[], bf16[64,32])) -> (s32[], bf16[64,32]) {
-  %state = (s32[], bf16[64,32]{1,0}, bf16[5,32,16]{2,1,0}) parameter(0)
-  %i = s32[]{:T(128)S(6)} get-tuple-element(%state), index=0
-  %x = bf16[64,32]{1,0} get-tuple-element(%state), index=1
-  %stack = bf16[5,32,16]{2,1,0} get-tuple-element(%state), index=2
-  ROOT %y = bf16[64,16]{1,0} fusion(%x, %stack, %i), kind=kOutput, calls=%fused
-}
-
-%end (state: (s32[], bf16[64,32])) -> pred[] {
-  %state = (s32[], bf16[64,32]{1,0}, bf16[5,32,16]{2,1,0}) parameter(0)
-  ROOT %more = pred[] get-tuple-element(%state), index=0
-}
-"""
-CALL = """%x = (s32[], bf16[64,32]{1,0}, bf16[5,32,16]{2,1,0}) parameter(0)
-  ROOT %all = (s32[], bf16[64,32]{1,0}) while(%x), condition=%end, body=%layer, \
-backend_config={"known_trip_count":{"n":"5"}}"""
 FLOPS, SLICED = 2 * 64 * 32 * 16, 2 * (64 * 32 + 32 * 16 + 64 * 16)
 
 
 def test_a_product_in_a_loop_counts_its_trips_and_the_slice_that_it_reads():
-    fast = dataclasses.replace(CHIP, hbm_bytes_per_second=1e9)
-    assert total(CALL, LOOP, fast).products == pytest.approx(5 * FLOPS / 1e6)
-    memory = total(CALL, LOOP)
+    text = (HLO / "scanned_product.txt").read_text()
+    assert total("", text, FAST).products == pytest.approx(5 * FLOPS / 1e6)
+    memory = total("", text)
     assert memory.products == memory.memory == pytest.approx(5 * SLICED / 1e3)
     assert memory.recomputed == memory.elementwise == 0
 
@@ -74,24 +55,6 @@ def test_what_moves_nothing_is_free():
     )
 
 
-UPDATE = """
-%inner (x: f32[4,16]) -> f32[4,16] {
-  ROOT %x = f32[4,16]{1,0} parameter(0)
-}
-
-%update (stack: f32[10,4,16], x: f32[4,16], i: s32[]) -> (f32[10,4,16], f32[4,16]) {
-  %stack = f32[10,4,16]{2,1,0} parameter(0)
-  %x = f32[4,16]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %same = f32[4,16]{1,0} fusion(%x), kind=kLoop, calls=%inner
-  %doubled = f32[4,16]{1,0} add(%same, %same)
-  %row = f32[1,4,16]{2,1,0} bitcast(%doubled)
-  %new = f32[10,4,16]{2,1,0} dynamic-update-slice(%stack, %row, %i)
-  ROOT %both = (f32[10,4,16]{2,1,0}, f32[4,16]{1,0}) tuple(%new, %doubled)
-}
-"""
-
-
 def test_a_slice_that_is_updated_in_place_counts_itself():
     inputs = """%stack = f32[10,4,16]{2,1,0} parameter(0)
         %x = f32[1,4,16]{2,1,0} parameter(1)
@@ -104,7 +67,8 @@ def test_a_slice_that_is_updated_in_place_counts_itself():
     fused = f"""{inputs}
         ROOT %both = (f32[10,4,16]{{2,1,0}}, f32[4,16]{{1,0}}) \
 fusion(%stack, %x, %i), kind=kLoop, calls=%update"""
-    assert total(fused, UPDATE).elementwise == pytest.approx(3 * row)
+    update = (HLO / "updated_slice.txt").read_text()
+    assert total(fused, update).elementwise == pytest.approx(3 * row)
     sliced = f"""{inputs}
         ROOT %one = f32[1,4,16]{{2,1,0}} dynamic-slice(%stack, %i)"""
     assert total(sliced).elementwise == pytest.approx(2 * row)
@@ -134,68 +98,14 @@ def test_an_asynchronous_slice_counts_itself(opcode, how):
     assert total(body, sliced).elementwise == pytest.approx(2 * row)
 
 
-def product(left: str, right: str, result: str, how: str) -> float:
-    """FLOPs of a product whose arrays are in VMEM."""
-    body = f"""%x = {left}{{1,0:S(1)}} parameter(0)
-        %y = {right}{{1,0:S(1)}} parameter(1)
-        ROOT %z = {result}{{1,0:S(1)}} {how.format("(%x, %y)")}"""
-    return total(body).products * CHIP.peak_flops
-
-
-@pytest.mark.parametrize(
-    ("arrays", "how", "flops"),
-    [
-        (
-            # Eight heads as a window over one place: all but one place is padding.
-            ("bf16[64,32,1]", "bf16[32,8,16]", "bf16[64,8,16]"),
-            "convolution{}, window={{size=8 pad=7_7 rhs_reversal=1}}, "
-            "dim_labels=bf0_i0o->b0f",
-            2 * 64 * 32 * 8 * 16,
-        ),
-        (
-            ("bf16[64,8,16]", "bf16[8,16,32]", "bf16[64,32,1]"),
-            "convolution{}, window={{size=8}}, dim_labels=b0f_0io->bf0",
-            2 * 64 * 32 * 8 * 16,
-        ),
-        (
-            # A batch of six, as a window that meets one operand at each stride.
-            ("bf16[6,64,32]", "bf16[6,32,16]", "bf16[6,64,16]"),
-            "convolution{}, window={{size=6 stride=5 pad=0_0 lhs_dilate=6}}, "
-            "dim_labels=0bf_0io->0bf",
-            2 * 6 * 64 * 32 * 16,
-        ),
-        (
-            ("f32[64,32]", "f32[32,16]", "f32[64,16]"),
-            "convolution{}, dim_labels=bf_io->bf, "
-            "operand_precision={{highest,highest}}",
-            6 * 2 * 64 * 32 * 16,
-        ),
-        (
-            ("bf16[6,64,32]", "bf16[6,32,16]", "bf16[6,64,16]"),
-            "dot{}, lhs_batch_dims={{0}}, lhs_contracting_dims={{2}}, "
-            "rhs_batch_dims={{0}}, rhs_contracting_dims={{1}}",
-            2 * 6 * 64 * 32 * 16,
-        ),
-        (
-            ("bf16[64,32]", "bf16[16,32]", "(bf16[64,16]"),
-            "{{1,0}}, s8[4096]{{0}}) "
-            'custom-call{}, custom_call_target="__cublas$lt$matmul", '
-            'backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":'
-            '{{"lhs_contracting_dimensions":["1"]}}}}}}',
-            2 * 64 * 32 * 16,
-        ),
-    ],
-    ids=["heads", "summed heads", "batch", "float32", "dot", "cublas"],
-)
-def test_flops_are_those_of_the_product_however_it_is_printed(arrays, how, flops):
-    if "cublas" in how:
-        body = f"""%x = {arrays[0]}{{1,0}} parameter(0)
-            %y = {arrays[1]}{{1,0}} parameter(1)
-            ROOT %z = {arrays[2]}{how.format("(%x, %y)")}"""
-        fast = dataclasses.replace(CHIP, hbm_bytes_per_second=1e9)
-        assert total(body, chip=fast).products == pytest.approx(flops / 1e6)
-    else:
-        assert product(*arrays, how) == pytest.approx(flops)
+@pytest.mark.parametrize(("printed", "flops"), pairs("products.txt"))
+def test_flops_are_those_of_the_product_however_it_is_printed(printed, flops):
+    left, right, result, how, rest = printed.split(" ", 4)
+    body = f"""%x = {left} parameter(0)
+        %y = {right} parameter(1)
+        ROOT %z = {result} {how}(%x, %y), {rest}"""
+    found = total(body, chip=FAST).products * CHIP.peak_flops
+    assert found == pytest.approx(math.prod(map(int, flops.split(" * "))))
 
 
 WAIT = """%x = bf16[40,50]{1,0:S(1)} parameter(0)

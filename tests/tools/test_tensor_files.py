@@ -56,6 +56,12 @@ def test_files_hold_no_more_than_asked_and_are_read_as_one(tmp_path, file_bytes,
             np.testing.assert_array_equal(opened.read(name, index), tensor[index])
 
 
+def read_all(directory):
+    with TensorFiles(directory) as files:
+        every = {name: (slice(None),) * len(s) for name, s in files.shapes.items()}
+        return {name: files.read(name, index) for name, index in every.items()}
+
+
 def assert_refused(directory, complaint, kind=ValueError):
     with pytest.raises(kind, match=complaint) as caught:
         TensorFiles(directory)
@@ -97,10 +103,9 @@ def test_a_tensor_in_two_files_is_read_from_the_one_of_the_index(shards, right):
         held = {"ab"[number]: TENSORS["ab"[number]], "c": TENSORS["c"] + number}
         save_file(held, shards / file)
     write_index(shards, {"a": FIRST, "b": SECOND, "c": right})
-    with TensorFiles(shards) as files:
-        assert files.shapes.keys() == {"a", "b", "c"}
-        expected = TENSORS["c"] + (right == SECOND)
-        np.testing.assert_array_equal(files.read("c", (slice(None),) * 2), expected)
+    found = read_all(shards)
+    assert found.keys() == {"a", "b", "c"}
+    np.testing.assert_array_equal(found["c"], TENSORS["c"] + (right == SECOND))
     write_index(shards, {"a": FIRST, "b": SECOND})
     assert_refused(shards, "two.safetensors and another file hold c, and")
 
@@ -111,9 +116,7 @@ def test_links_and_folders_inside_are_followed(shards, tmp_path):
     (shards / "more").mkdir()
     (shards / SECOND).rename(shards / "more" / SECOND)
     write_index(shards, {"a": FIRST, "b": f"more/{SECOND}"})
-    with TensorFiles(shards) as files:
-        assert files.shapes == {n: TENSORS[n].shape for n in "ab"}
-    assert blob.is_file()
+    assert read_all(shards).keys() == {"a", "b"} and blob.is_file()
 
 
 @pytest.mark.parametrize(("index", "complaint"), pairs("tensor_indices.txt"))
@@ -127,41 +130,28 @@ def test_two_models_in_a_folder_are_refused(shards):
     save_file({"a": TENSORS["a"]}, shards / WHOLE)
     assert_refused(shards, "which of them is the model is not known")
     write_index(shards, {"a": WHOLE})
-    with TensorFiles(shards) as files:
-        assert files.shapes == {"a": (4, 6)}
+    assert read_all(shards).keys() == {"a"}
 
 
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 TALL, WIDE = (json.dumps(GOOD | {"shape": s}).encode() for s in ([3, 2], [2, 3]))
 
 
-def safetensors(header, numbers=bytes(range(24)), length=None) -> bytes:
+def safetensors(header, numbers=bytes(range(24)), length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + numbers
 
 
+# Of the library's own refusals few: files that are damaged by chance meet the others.
 BAD_HEADERS = {
     "no_length": b"abc",
-    "length_beyond_the_file": safetensors({"a": GOOD}, length=1 << 20),
     "huge_length": safetensors({"a": GOOD}, length=1 << 63),
-    "no_json": safetensors(b"{"),
-    "no_object": safetensors([GOOD]),
     "deep": safetensors(b"[" * 100_000),
     "name_twice": safetensors(b'{"a": %s, "a": %s}' % (TALL, WIDE)),
     "name_of_two_lines": safetensors({"a\nb": GOOD}),
     "long_name": safetensors({"a" * 5000: GOOD}),
     "unknown_type": safetensors({"a": GOOD | {"dtype": "F\n32"}}),
-    "type_is_null": safetensors({"a": GOOD | {"dtype": None}}),
-    "negative_shape": safetensors({"a": GOOD | {"shape": [-2, -3]}}),
-    "shape_of_text": safetensors({"a": GOOD | {"shape": ["2", 3]}}),
-    "shape_beyond_memory": safetensors({"a": GOOD | {"shape": [1 << 63, 4]}}),
     "other_size": safetensors({"a": GOOD | {"shape": [2, 4]}}),
-    "offsets_beyond": safetensors({"a": GOOD | {"data_offsets": [0, 48]}}),
-    "offsets_backwards": safetensors({"a": GOOD | {"data_offsets": [24, 0]}}),
-    "huge_offsets": safetensors({"a": GOOD | {"data_offsets": [0, 10**400]}}),
-    "overlap": safetensors({"a": GOOD, "b": GOOD}),
-    "hole": safetensors({"a": GOOD | {"data_offsets": [4, 28]}}, bytes(28)),
-    "numbers_after_the_last": safetensors({"a": GOOD}, bytes(32)),
     "cut_short": safetensors({"a": GOOD}, bytes(23)),
 }
 
@@ -171,14 +161,6 @@ def test_a_bad_header_is_refused_in_a_line(tmp_path, name):
     (tmp_path / WHOLE).write_bytes(BAD_HEADERS[name])
     complaint = "model.safetensors (is not a whole safe|has a tensor '.*not a name)"
     assert_refused(tmp_path, complaint)
-
-
-def read_all(directory):
-    with TensorFiles(directory) as files:
-        return {
-            name: files.read(name, tuple(slice(None) for _ in shape))
-            for name, shape in files.shapes.items()
-        }
 
 
 def stored(path: Path) -> dict[str, bytes]:
