@@ -1,21 +1,43 @@
-"""The programs that prepare text, chats and lines: what they tell, write and refuse."""
+"""The programs that prepare text, chats and lines, and the commands that they print."""
 
 import hashlib
 import json
+import re
+import shlex
 from pathlib import Path
 
+import jax
+import ml_collections
 import pytest
 
+import train
+from configs import tiny
 from data.chat.chat_format import FORMATS
+from data.text.corpus import prepare
 from data.text.token_file import TokenFile, identify
-from data.text.tokenizer import open_tokenizer
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import read_chat_template
+from tasks import config_checks, run_config
+from tasks.command_line import read_config
+from tasks.task import make_run
+from tasks.text import TextRun
 from tests.chat_families import QWEN
 from tests.data.test_chat import rows
 from tests.data.test_corpus import fill, read_both
 from tests.data.test_tokenizer import make_hugging_face
 from tests.processes import run_program
-from tools import prepare_chat, prepare_lines, prepare_text
+from tests.runs import SMALL, small_config
+from tests.small_agent import drawn
+from tools import (
+    convert_hf,
+    generate,
+    plan_pod,
+    prepare_chat,
+    prepare_lines,
+    prepare_text,
+)
+from tools.lib.train_command import train_command
+from training.weights import save_parameters
 
 LINES = ["--train-tokens", "3000", "--validation-tokens", "500"]
 
@@ -25,30 +47,25 @@ def beginning(corpus: Path, size: int) -> bytes:
 
 
 def test_what_was_read_is_printed_and_recorded(tmp_path, capsys):
-    """Files, digests, tokenizer, end token; and what is not words, but kept."""
+    """Files, digests and tokenizer; and what is not words, but kept."""
     texts = {f"{n}.txt": f"text {n}" for n in range(5)}
     texts |= {"page.html": "<html>", "q.json": '{"a": 1}'}
     source, out = fill(tmp_path / "in", texts | {"x.bin": b"\xff"}), tmp_path / "out"
     arguments = [str(source), "--output", str(out), "--validation-fraction", "0.1"]
     assert prepare_text.main(arguments) == 0
     digest = hashlib.sha256(b"text 0").hexdigest()
-    said, errors = capsys.readouterr()
-    assert errors == ""
+    said = capsys.readouterr().out
     tokens = [int(line.split()[3].replace(",", "")) for line in said.splitlines()[:2]]
     assert sum(tokens) == sum(len(text) + 1 for text in texts.values())
     for line in (
-        f"files: 8, 0.0 MB: {source / '0.txt'} (sha256 {digest[:12]}), ",
         "skipped: 1, files that are not UTF-8 text; first ",
-        f"written to {out}",
-        "tokenizer: bytes, 257 ids; documents end with 256",
         f"markup, learned as text: 1, HTML or XML; first {source / 'page.html'}",
         f"markup, learned as text: 1, JSON; first {source / 'q.json'}",
     ):
         assert f"\n{line}" in said, said
     lines = (out / "sources.jsonl").read_text().splitlines()
-    assert len(lines) == 8
     facts = {"path": str(source / "0.txt"), "bytes": 6, "sha256": digest}
-    assert json.loads(lines[0]) == facts
+    assert len(lines) == 8 and json.loads(lines[0]) == facts
     meta = json.loads((out / "meta.json").read_text())
     assert (meta["sources"]["files"], meta["end_of_document"]) == (8, 256)
 
@@ -78,16 +95,12 @@ def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
     where = ("2 (id r1), turn 1", "3 (id r2)", "5 (id r4), turn 2", "6 (id r5)")
     for line, place in zip(printed.err.splitlines(), where, strict=True):
         assert line.startswith(f"skipped {source}:{place}: ")
-    assert "2 conversations of 6 rows" in printed.out and "supervised" in printed.out
+    assert "2 conversations of 6 rows" in printed.out
     assert "skipped: 1, no reply within the context; first " in printed.out
-    corpus = TokenFile.open(out, "train")
-    assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size
     source.write_text(json.dumps(bad[1]))
     arguments[2] = str(tmp_path / "nothing")
     assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    match = f"error: there is no conversation to train on in {source}: 1 files are read"
-    assert error.startswith(f"{match}; skipped: 1, a turn from 'robot'")
+    assert "error: there is no conversation to train on in" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
 
 
@@ -97,8 +110,7 @@ def test_many_bad_rows_are_named_in_part_and_counted(tmp_path, capsys):
     arguments = [str(source), "--output", str(tmp_path / "out"), "--bad-rows", "skip"]
     assert prepare_text.main(arguments) == 0
     out, err = capsys.readouterr()
-    said = str(tmp_path / r"in\x1b[31m\udcff.jsonl")
-    lines = err.splitlines()
+    lines, said = err.splitlines(), str(tmp_path / r"in\x1b[31m\udcff.jsonl")
     assert len(lines) == 21 and lines[19].startswith(f"skipped {said}:20: field 'tex")
     assert f"\nskipped: 30, field 'text' is NoneType, no text; first {said}:1\n" in out
 
@@ -133,40 +145,169 @@ def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
     assert not out.exists()
     assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 0
     printed = capsys.readouterr()
-    assert (
-        printed.err == f"skipped {where}ation: 3\n"
-        and "8 conversations of 9" in printed.out
-    )
-    assert f"chat template: of {tmp_path}\n" in printed.out
-    assert f"\ntokenizer: huggingface {tmp_path}/tokenizer.json, " in printed.out
+    assert printed.err == f"skipped {where}ation: 3\n"
+    assert "8 conversations of 9" in printed.out
     assert read_chat_template(out) == own and identify(out)[1] == ""
     (out / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="chat_template.jinja has 7 bytes, but"):
         identify(out)
     arguments[2] = str(tmp_path / "named")
     assert prepare_chat.main([*arguments, "--template", "qwen2"]) == 0
-    assert "9 conversations of 9 rows" in capsys.readouterr().out
     corpus = TokenFile.open(tmp_path / "named", "train")
     tokenizer = open_tokenizer(corpus.tokenizer)
     text = "You are a helpful assistant.\nuser\nquestion"
     assert tokenizer.decode(corpus.tokens[:100]).startswith(f"system\n{text}")
 
 
-def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
-    out = tmp_path / "out"
-    arguments = ["--form", "compact", "--context-tokens", "64", "--output", str(out)]
-    assert prepare_lines.main([*arguments, *LINES]) == 0
-    assert "supervised" in capsys.readouterr().out
-    corpus = TokenFile.open(out, "train")
+def test_answers_of_lines_are_supervised_or_all_and_a_corpus_is_kept(tmp_path, capsys):
+    out = str(tmp_path / "out")
+    arguments = ["--form", "compact", "--context-tokens", "64", "--output", out, *LINES]
+    assert prepare_lines.main(arguments) == 0
+    corpus = TokenFile.open(tmp_path / "out", "train")
     assert 3000 <= corpus.tokens.size < 3064
     assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size / 2
-    assert prepare_lines.main([*arguments, *LINES]) == 1
+    assert prepare_lines.main(arguments) == 1
     assert "out already exists and is left" in capsys.readouterr().err
+    whole = ["--output", str(tmp_path / "whole"), "--context-tokens", "1500"]
+    assert prepare_lines.main([*whole, "--supervised", "all", *LINES]) == 0
+    assert TokenFile.open(tmp_path / "whole", "train").loss_mask[:].all()
+    assert beginning(tmp_path / "whole", 23) == b"Below is a record of li"
 
 
-def test_lines_are_supervised_whole_where_all_is_asked_for(tmp_path):
-    out = tmp_path / "out"
-    options = ["--output", str(out), "--context-tokens", "1500", "--supervised", "all"]
-    assert prepare_lines.main([*options, *LINES]) == 0
-    assert TokenFile.open(out, "train").loss_mask[:].all()
-    assert beginning(out, 23) == b"Below is a record of li"
+# The commands that are printed: they train, and what they make is used.
+
+LETTERS = "Möwen sah ich über dem Meer, und keine sprach. " * 700
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(train.__file__).parent)
+
+
+def flags_of(printed: str) -> list[str]:
+    """Arguments of the printed `python train.py`."""
+    command = printed.split("train on it:\n")[1].replace("\\\n", "")
+    program, file, *flags = shlex.split(command)
+    assert Path(program).name.startswith("python") and file == "train.py"
+    return flags
+
+
+@pytest.fixture
+def subwords(tmp_path: Path) -> str:
+    return str(make_hugging_face(tmp_path / "tokenizer.json"))  # 300 ids or fewer
+
+
+def made(printed: str, workdir: Path) -> ml_collections.ConfigDict:
+    """The config of a printed command, whose run would go as far as to compile."""
+    config = read_config([*flags_of(printed), f"--config.workdir={workdir}"])
+    config_checks.check(config, jax.device_count())
+    make_run(config, jax.devices()).open_data()
+    return config
+
+
+def save(config: ml_collections.ConfigDict, workdir: Path) -> None:
+    """Saves random weights as those of a run."""
+    run = TextRun.of(config, jax.devices())
+    save_parameters(workdir, drawn(run.model, run.partition), run.fingerprint)
+    run_config.write(config)
+
+
+@pytest.mark.thorough
+def test_own_text_of_own_tokenizer_trains_generates_plans_and_exports(
+    tmp_path, capsys, subwords
+):
+    source, corpus, run = tmp_path / "book.txt", tmp_path / "book", tmp_path / "run"
+    source.write_text(LETTERS)
+    arguments = [str(source), "--output", str(corpus), "--tokenizer", subwords]
+    assert prepare_text.main(arguments) == 0
+    printed = capsys.readouterr().out
+    more = {name: size for name, size in SMALL.items() if name.startswith("model.")}
+    more |= {"workdir": run, "simulated_devices": 0, "implementation": "reference"}
+    flags = [*flags_of(printed), *(f"--config.{n}={v}" for n, v in more.items())]
+    config = read_config(flags)
+    save(config, run)
+    vocab_size = json.loads((corpus / "meta.json").read_text())["vocab_size"]
+    assert vocab_size not in (264, 257)
+    assert made(printed, run).data.corpus == str(corpus)
+
+    options, rest = generate._options(flags)
+    writer = generate.prepare(TextRun.of(config, jax.devices()), options)
+    assert writer.tokenizer.vocab_size == vocab_size and rest == flags
+    assert convert_hf.main(["export", str(run), str(tmp_path / "hf")]) == 0
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["vocab_size"] == -(-vocab_size // 8) * 8
+    assert plan_pod.main([*flags, "--topology=v4:2x2x1", "--suggest"]) == 0
+
+    wrong = "vocab_size=264 must be .* set config.model.vocab_"
+    with pytest.raises(ValueError, match=wrong):
+        train.train(read_config([*flags, "--config.model.vocab_size=264"]))
+
+
+SHORT = "--form compact --train-tokens 20000 --validation-tokens 20000"
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "context"),
+    [
+        (prepare_chat, "{source} --context-tokens 250", 250),
+        (prepare_lines, SHORT + " --context-tokens 400 --tokenizer {subwords}", 400),
+    ],
+)
+def test_documents_train_whole_in_rows_that_the_ring_need_not_divide(
+    program, options, context, tmp_path, capsys, subwords
+):
+    source = tmp_path / "in.json"
+    source.write_text(json.dumps(rows(90)))
+    given = options.format(source=source, subwords=subwords).split()
+    assert program.main([*given, "--output", str(tmp_path / "corpus")]) == 0
+    config = made(capsys.readouterr().out, tmp_path)
+    assert (config.data.rows, config.data.context_tokens) == ("whole", context)
+    assert config.train.validation_batches and not config.model.vocab_size
+
+
+@pytest.mark.parametrize("program", [prepare_chat, prepare_text])
+def test_imported_weights_are_fine_tuned_on_what_was_prepared(
+    tmp_path, capsys, program, subwords
+):
+    weights = tmp_path / "weights"
+    save(small_config("", weights, model__vocab_size=304), weights)
+    source, corpus = tmp_path / "in.jsonl", tmp_path / "corpus"
+    talks = [row | {"text": "Wo? " * 300} for row in rows(90)]
+    source.write_text("\n".join(map(json.dumps, talks)))
+    is_chat = program is prepare_chat
+    options = ["--output", str(corpus), *["--context-tokens", "256"] * is_chat]
+    assert program.main([str(source), *options, "--weights", str(weights)]) == 1
+    assert "the directory that they came in (--tokenizer)" in capsys.readouterr().err
+    options += ["--tokenizer", subwords]
+    assert program.main([str(source), *options, "--weights", "nowhere"]) == 1
+    assert "nowhere holds no imported weights" in capsys.readouterr().err
+    assert not corpus.exists()
+    assert program.main([str(source), *options, "--weights", str(weights)]) == 0
+    found = made(capsys.readouterr().out, tmp_path / "run")
+    assert found.lora.rank and found.init_from == str(weights)
+    assert (found.model.vocab_size, found.model.num_layers) == (304, 2)
+    rows_of = ("whole", 256) if is_chat else ("packed", 8192)
+    assert (found.data.rows, found.data.context_tokens) == rows_of
+
+
+@pytest.mark.parametrize(
+    "texts, expected",
+    [
+        (["a" * 60000], {"validation_batches": "0"}),
+        (["a" * 1700], {"validation_batches": "0", "batch_rows": "2"}),
+        ([str(n) * 1000 for n in range(50)], {}),
+        (["a" * 600], None),
+    ],
+)
+def test_small_corpora_have_smaller_batches(tmp_path, texts, expected):
+    for number, words in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(words)
+    files, corpus = sorted(tmp_path.glob("*.txt")), tmp_path / "my corpus"
+    prepare(files, corpus, ByteTokenizer(), validation_fraction=0.1)
+    command = train_command(corpus, tiny)
+    if expected is None:
+        assert command.startswith("too little to train on: 1 rows of 512 tokens")
+        return
+    found = dict(re.findall(r"(validation_batches|batch_rows)=(\d+)", command))
+    assert found == expected
+    made(command, tmp_path / "run")
