@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import layouts, masks
+from kernels.backends.block_sizes import BlockSizes
+from tests.cases.attention import LAYOUTS, MASKS
 from tools import bench_kernels, bench_ring, bench_train
 from tools.lib.benchmarks import peers, rings, rows
 from tools.lib.benchmarks.peers import Runs
 from tools.lib.benchmarks.problems import Problem
 from tools.lib.benchmarks.rings import GRADED, RingProblem
 from tools.lib.benchmarks.rows import Environment, peak_share
+from tools.lib.benchmarks.work import tiles_per_step
 
 TOLERANCE = 1e-5
 
@@ -76,7 +80,7 @@ def test_splash_is_given_the_same_problem(mask, directions):
 
 # Rings, their simulated steps, and a stand-in for the original.
 
-LAYOUTS = ["contiguous", "striped", "zigzag"]
+ORDERS = ["contiguous", "striped", "zigzag"]
 TILES = {"contiguous": 10 + 16, "striped": 10 + 10, "zigzag": 10 + 8}
 """On the path, of shards of 4 x 4 tiles, of which the causal triangle has 10."""
 
@@ -95,7 +99,7 @@ TINY = f"{TINY} --implementations blockwise".split()
 @pytest.mark.thorough
 def test_every_layout_has_a_right_row_whose_rates_agree(measure, capsys):
     found = measure()
-    assert [row["layout"] for row in found] == LAYOUTS
+    assert [row["layout"] for row in found] == ORDERS
     same = {"implementation": "blockwise", "device_kind": "cpu", "device_count": 2}
     same |= {"ring_size": 2, "length": 256, "kv_heads": 1, "mask": "causal"}
     same |= {"dtype": "float32", "block_q": 32, "error_length": 256, "repeats": 1}
@@ -199,7 +203,7 @@ def test_an_original_that_fails_is_quoted_and_nothing_is_written(
 def test_simulated_steps_have_a_row_for_each_layout_and_direction(measure):
     found = measure("--simulate", "--calls", "1")
     names = [(row["direction"], row["layout"]) for row in found]
-    assert names == [(way, n) for way in ("forward", "backward") for n in LAYOUTS]
+    assert names == [(way, n) for way in ("forward", "backward") for n in ORDERS]
     for row in found:
         seconds = np.array(row["seconds"])
         assert seconds.shape == (2, 2) and (seconds > 0).all()
@@ -221,6 +225,26 @@ def test_the_path_is_the_time_of_the_slowest_device_of_each_step(monkeypatch):
     seconds = rings.time_steps(problem, ("contiguous", "striped"), step, 2, 3)
     assert seconds["contiguous"].max(axis=0).tolist() == [136, 256, 256, 256]
     assert seconds["striped"].max(axis=0).tolist() == [136] * 4
+
+
+@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_a_device_computes_the_tiles_with_any_visible_pair(layout_name, mask_name):
+    """Exactly those, but where a document or a window ends inside of a tile."""
+    ring, length, sizes = 3, 96, BlockSizes(block_q=8, block_k=5)
+    index, key = np.arange(length, dtype=np.int32), np.arange(length)
+    bounds = MASKS[mask_name](length, length)(index, length)
+    work = tiles_per_step(LAYOUTS[layout_name], ring, bounds, sizes)
+    order = layouts.order(LAYOUTS[layout_name], ring, length).reshape(ring, -1)
+    ends = bounds.k_start[0][:, None], bounds.k_end[0][:, None]
+    seen, needed = masks.in_interval(ends[0], key, ends[1]), np.zeros_like(work)
+    for device, hop in np.ndindex(work.shape):
+        local = seen[np.ix_(order[device], order[device - hop])]
+        rows_of_tiles = np.add.reduceat(local, range(0, len(local), 8), axis=0)
+        tiles = np.add.reduceat(rows_of_tiles, range(0, len(local), 5), axis=1)
+        needed[device, hop] = np.count_nonzero(tiles)
+    slack = 0 if mask_name in ("none", "causal") else length // ring // 8
+    assert (needed <= work).all() and (work <= needed + slack).all()
 
 
 # Training.
