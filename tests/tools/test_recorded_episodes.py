@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.agents.dark_room import MOVES, ROOMS, record
 from data.agents.environments import Environment
 from data.agents.episodes import BadEpisode, Buffer, read_episode
 from data.agents.exorl import Selection, computed_rewards, pack
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
 from tests.episodes import made_up_buffer
-from tools import make_exorl, make_worlds, pack_exorl
-from tools.lib.exorl.controller import _Body, controller
+from tools import make_dark_room, make_exorl, make_worlds, pack_exorl
+from tools.lib.exorl.controller import controller
 from tools.lib.exorl.policy_search import Family, search, stratify
 from tools.lib.exorl.rollouts import roll_out
 from tools.make_exorl import Recipe
@@ -74,8 +75,7 @@ def test_cap_keeps_good_episodes_out(tmp_path, capsys):
     arguments = ["--domain", "cartpole", "--output", str(tmp_path), *few.split()]
     assert make_exorl.main(arguments) == 0
     directory = tmp_path / "cartpole" / "es_replay"
-    printed = capsys.readouterr().out
-    assert printed.startswith("swingup: returns 0% ") and f"to {directory}" in printed
+    assert capsys.readouterr().out.startswith("swingup: returns 0% ")
     meta = json.loads((directory / "meta.json").read_text())
     best = meta["search_returns"]["swingup"]["100%"]
     returns = [row["return"] for row in meta["episodes"]]
@@ -109,8 +109,7 @@ def test_search_climbs_and_keeps_all_that_it_tried():
     family = Family(np.zeros(3), 0.2, 0.3, None)
     found = search(bowl, family, 640, np.random.default_rng(0))
     assert found.parameters.shape == (640, 3) and found.returns.shape == (640,)
-    first, last = found.returns[:32].mean(), found.returns[-32:].mean()
-    assert first < -12 and last > -1
+    assert found.returns[:32].mean() < -12 and found.returns[-32:].mean() > -1
     distances = ((found.parameters - top) ** 2).sum(axis=1)
     np.testing.assert_allclose(found.returns, -distances)
     forth, back = np.concatenate(begun).T
@@ -145,17 +144,13 @@ def test_worlds_pack_into_one_file_that_describes_them(worlds, tmp_path):
     assert file.index["worlds_described"] == described
     returns = [row["return"] for meta in metas for row in meta["episodes"]]
     np.testing.assert_allclose(file.returns, returns, rtol=1e-6)
-
-
-def test_histories_go_from_noise_to_one_that_knows_its_world(worlds):
-    for world in worlds.worlds():
-        rows = meta_of(world)["episodes"]
-        assert [row["episode"] for row in rows] == list(range(3))
-        assert rows[0]["return"] < 350 and rows[-1]["return"] > 600
-        assert rows[0]["share"] < 0.6 and rows[-1]["share"] > 0.85
-        assert rows[0]["noise"]["scale"] > 0.2 > rows[-1]["noise"]["scale"]
-    one, other = (meta_of(world)["hidden_physics"] for world in worlds.worlds())
-    assert one["strength"] != other["strength"]
+    assert described[0]["strength"] != described[1]["strength"]
+    # Histories go from noise to one that knows its world.
+    for meta in metas:
+        first, *_, last = meta["episodes"]
+        assert first["return"] < 350 and last["return"] > 600
+        assert first["share"] < 0.6 and last["share"] > 0.85
+        assert first["noise"]["scale"] > 0.2 > last["noise"]["scale"]
 
 
 WORLDS = [
@@ -174,36 +169,90 @@ def test_a_controller_that_knows_its_world_swings_up(world):
     assert done.reward.sum() > 600
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_moments_are_those_of_the_simulators_model(world):
-    environment = Environment("cartpole", "swingup", world)
-    model = environment._environment.physics.model
-    body = _Body.of(world)
-    height = model.body_ipos[2, 2]
-    assert body.mass == pytest.approx(model.body_mass.sum())
-    assert body.first == pytest.approx(model.body_mass[2] * height)
-    about_hinge = model.body_inertia[2, 0] + model.body_mass[2] * height**2
-    assert body.second == pytest.approx(about_hinge)
-
-
-def arguments(root, **options):
-    words = {"root": root / "data", "domain": "cartpole", "algorithm": "made_up"}
-    words |= {"task": "swingup", "cache": root / "cache", "relabelling": "stored"}
-    words |= options
-    return [part for name, value in words.items() for part in (f"--{name}", str(value))]
-
-
 def test_program_tells_what_it_packed_and_names_the_bad_file(tmp_path, capsys):
     buffer = made_up_buffer(tmp_path / "data", "cartpole", [4, 4, 4])
-    assert pack_exorl.main([*arguments(tmp_path), "--max-transitions", "8"]) == 0
-    out, err = capsys.readouterr()
+    words = f"--root {tmp_path}/data --domain cartpole --algorithm made_up"
+    words = f"{words} --task swingup --relabelling stored --max-transitions 8 --cache"
+    assert pack_exorl.main([*words.split(), f"{tmp_path}/cache"]) == 0
+    assert "2 episodes of 4 to 4 steps, 8 steps" in capsys.readouterr().out
     directory = tmp_path / "cache" / "cartpole" / "made_up" / "swingup"
-    assert out.startswith("cartpole swingup, gathered by made_up, rewards stored\n")
-    assert "2 episodes of 4 to 4 steps, 8 steps" in out
-    assert out.endswith(f"written to {directory}\n") and err == ""
     assert len(TrajectoryFile.open(directory).returns) == 2
     path = buffer.scan()[0]
     path.write_bytes(b"some text")
-    assert pack_exorl.main(arguments(tmp_path, cache=tmp_path / "other")) == 1
+    assert pack_exorl.main([*words.split(), f"{tmp_path}/other"]) == 1
     expected = f"error: {path}: unreadable npz (BadZipFile: File is not a zip file)\n"
     assert capsys.readouterr().err == expected
+
+
+# Dark Room: its end points, which are exact, and what is recorded there.
+
+
+@pytest.mark.parametrize(
+    ("name", "worst", "best"), [("10x10", 1.0, 91.99), ("9x9", 20 / 81, 1340 / 81)]
+)
+def test_end_points_are_those_of_the_papers(name, worst, best):
+    room = ROOMS[name]
+    assert room.random_return().mean() == pytest.approx(worst, abs=1e-9)
+    assert room.best_return(room.goals).mean() == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ROOMS)
+def test_the_best_and_chance_get_what_is_computed(name):
+    room, rng = ROOMS[name], np.random.default_rng(1)
+    never = np.zeros(len(room.goals))
+    best = record(room, room.goals, never, never, rng)
+    returns = best.rewards.sum(axis=1)
+    np.testing.assert_array_equal(returns, room.best_return(room.goals))
+    np.testing.assert_array_equal(best.actions, best.best_actions)
+    goals, always = np.repeat(room.goals, 400, axis=0), np.ones(400 * len(room.goals))
+    drawn = record(room, goals, 0 * always, always, rng)
+    mean = drawn.rewards.sum(axis=1).reshape(-1, 400).mean(axis=1)
+    # Neighbours of the start are reached most, so in shares of the largest.
+    expected = room.random_return()
+    assert np.abs(mean - expected).max() < 0.15 * expected.max()
+
+
+def test_places_follow_from_moves_and_walls_hold():
+    room, rng = ROOMS["9x9"], np.random.default_rng(2)
+    goals = room.goals[rng.integers(81, size=50)]
+    seen = record(room, goals, rng.random(50), rng.random(50), rng)
+    assert (seen.places[:, 0] == 4).all()
+    nexts = np.clip(seen.places + MOVES[seen.actions], 0, 8)
+    np.testing.assert_array_equal(seen.places[:, 1:], nexts[:, :-1])
+    reached = (nexts == goals[:, None]).all(axis=-1)
+    np.testing.assert_array_equal(seen.rewards, reached)
+    nearer = np.abs(goals[:, None] - seen.places).sum(axis=-1)
+    best = np.abs(goals[:, None] - room.move(seen.places, seen.best_actions))
+    np.testing.assert_array_equal(best.sum(axis=-1), np.maximum(nearer - 1, 0))
+
+
+def test_files_of_rooms_have_worlds_targets_and_histories_that_rise(tmp_path):
+    file = make_dark_room.make("9x9", "history", 30, 0, tmp_path / "history")
+    assert len(file.returns) == 81 * 30 and file.has_targets
+    np.testing.assert_array_equal(file.worlds, np.repeat(np.arange(81), 30))
+    assert file.index["worlds_described"][10] == {"goal": [1, 1]}
+    by_progress = file.returns.reshape(81, 30).mean(axis=0)
+    assert by_progress[:5].mean() < 2 and by_progress[28:].mean() > 16.5
+    steps = file.steps[:].reshape(-1, 20, 18 + 5 + 5 + 1)
+    row, column, action, best, _ = np.split(steps, [9, 18, 23, 28], axis=-1)
+    assert all((x.sum(axis=-1) == 1).all() for x in (row, column, action))
+    assert (row[:, 0, 4] == 1).all() and (column[:, 0, 4] == 1).all()
+    goes_down = action[:, :-1, 2] == 1  # in the first axis
+    moved = row[:, 1:].argmax(axis=-1) - row[:, :-1].argmax(axis=-1)
+    assert (moved[goes_down] >= 0).all() and (moved[goes_down] == 1).any()
+    np.testing.assert_array_equal(action[29::30], best[29::30])
+
+
+def test_the_same_seed_makes_the_same_rooms_and_none_is_overwritten(tmp_path, capsys):
+    arguments = ["--room", "9x9", "--recorded", "exploration", "--episodes", "3"]
+    outputs = [tmp_path / name for name in ("one", "two", "other")]
+    for output, seed in zip(outputs, "110", strict=True):
+        options = ["--output", str(output), "--seed", seed]
+        assert make_dark_room.main([*arguments, *options]) == 0
+    assert "243 episodes of 81 worlds" in capsys.readouterr().out
+    one, two, other = (TrajectoryFile.open(output).steps[:] for output in outputs)
+    np.testing.assert_array_equal(one, two)
+    assert (one != other).any()
+    assert make_dark_room.main([*arguments, "--output", str(outputs[0])]) != 0
+    assert "exists" in capsys.readouterr().err
