@@ -93,17 +93,14 @@ def test_returns_and_scores_are_written_by_context(task):
     shutil.copytree(directory / "trajectories", directory / "other")
     results = evaluated(task, "results.json", "--other", f"{directory}/other")
     assert (results["task"], results["step"]) == ("cartpole swingup", 0)
-    assert results["action_repeat"] == REPEAT
-    assert results["environment"]["device_count"] == 8
-    assert results["config"]["data"]["trajectories"] == f"{directory}/trajectories"
+    assert results["digests"] == {
+        "parameters": SavedParameters(directory / "run").digest,
+        "trajectories": identify(directory / "trajectories")[0],
+    }
     assert list(results["contexts"]) == ["own", "empty", "recorded", "other"]
     file = TrajectoryFile.open(directory / "trajectories")
     training, _ = hold_out(file.worlds, SMALL["data.held_out_share"])
     assert results["target"] == file.returns[training].max()
-    parameters = SavedParameters(directory / "run")
-    assert parameters.settings == {}
-    assert results["digests"]["parameters"] == parameters.digest
-    assert results["digests"]["trajectories"] == identify(file.directory)[0]
     for name, outcome in results["contexts"].items():
         returns = np.array(outcome["returns"])
         is_recorded = name in ("recorded", "other")
@@ -113,12 +110,11 @@ def test_returns_and_scores_are_written_by_context(task):
         assert scored["last"]["mean"] == pytest.approx(returns[:, -1].mean(), abs=1e-4)
         before = np.array(outcome["recorded_returns"])
         assert before.shape == (4, 1 if is_recorded else 0)
-        for value in before.ravel():
-            assert np.abs(file.returns - value).min() < 1e-3
+        nearest = np.abs(file.returns - before[..., None]).min(axis=-1)
+        assert (nearest < 1e-3).all()
     own, empty = (np.array(results["contexts"][n]["returns"]) for n in ("own", "empty"))
     np.testing.assert_array_equal(own[:, 0], empty[:, 0])
     assert (own[:, 1] != empty[:, 1]).any()
-    assert np.array(results["seeds"]).shape == (4, 2)
 
 
 @pytest.fixture(scope="module")
@@ -130,20 +126,16 @@ def in_room(room):
 def test_contexts_begin_alike_and_hold_what_they_say(in_room):
     found = in_room["contexts"]
     names = ["own", "empty", "none", "other", "random_3", "random_1"]
-    assert list(found) == names
     returns = {name: np.array(found[name]["returns"]) for name in names}
     before = [np.array(found[n]["recorded_returns"]).shape[1] for n in names]
     assert before == [0, 0, 0, EPISODES - 1, 1, 1]  # of drawn ones, the mean
     assert returns["own"].shape == returns["none"].shape == (ROWS, EPISODES)
     assert returns["other"].shape == returns["random_3"].shape == (ROWS, 1)
-    assert all((0 <= r).all() and (r <= 20).all() for r in returns.values())
-    above = in_room["own_last_over"]
-    assert list(above) == ["first", *names[1:]]
     of_row = returns["own"][:, -1] - returns["own"][:, 0]
     worlds = np.array(in_room["worlds"])
     of_world = [of_row[worlds == world].mean() for world in set(in_room["worlds"])]
-    gained = above["first"]["mean"]
-    assert above["first"]["low"] <= gained == pytest.approx(np.mean(of_world))
+    gained = in_room["own_last_over"]["first"]["mean"]
+    assert gained == pytest.approx(np.mean(of_world))
     # Drawn episodes are as chance has it: 0.25 on average of all goals.
     assert np.mean(found["random_3"]["recorded_returns"]) < 2
     # A device has a half of the rows, and a quarter of the longest context.
@@ -167,14 +159,12 @@ def test_worlds_are_those_held_out_and_beside_their_references(room, in_room):
     assert known["oracle"] == places.best_return(places.goals[worlds]).mean()
     assert known["random"] == pytest.approx(places.random_return()[worlds].mean())
     assert len(known["tabular"]) == EPISODES
-    assert in_room["versions"] == {"jax": jax.__version__}
 
 
 @pytest.mark.thorough
 def test_a_window_acts_on_in_worlds_that_were_trained_on(room, in_room, capsys):
     longer = "--episodes", "3", "--contexts", "own", "--trained", "--window", "2"
     found = evaluated(room, "long.json", *longer)
-    assert found["window"] == 2 and list(found["contexts"]) == ["own"]
     assert np.array(found["contexts"]["own"]["returns"]).shape == (ROWS, 3)
     assert found["trained_on"] and not in_room["trained_on"]
     assert not set(found["worlds"]) & set(in_room["worlds"])
