@@ -10,7 +10,7 @@ import pytest
 
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
-from tasks import run_config, systems, text
+from tasks import run_config, text
 from tasks.generation import restored_parameters
 from tasks.text import TextRun
 from tests.data.test_tokenizer import make_hugging_face
@@ -20,9 +20,7 @@ from tests.small_llama import partition_of
 from tests.tools.test_generate import save
 from tools import figures
 from tools.lib.evaluation.loss import main, set_corpus
-from training.feed import place
 from training.mesh import MeshShape
-from training.step import make_evaluate_step
 
 SIZES = {"simulated_devices": 0, "implementation": "reference"}
 
@@ -97,55 +95,27 @@ def test_losses_of_all_parts_are_those_written_out(
         assert (row["tokens"], row["by"], row["step"]) == (len(losses), by, 7)
         assert row["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
         assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
-    said = capsys.readouterr().out
-    assert f"step 7, on {corpus} (validation): {whole['rows']} of " in said
-    assert f"{whole['tokens']:>12,}{whole['loss']:>9.4f}" in said.splitlines()[-1]
-    assert ("padded to 80" in said) == (tokens == 77)
+    assert ("padded to 80" in capsys.readouterr().out) == (tokens == 77)
+    drawn = ["losses", *2 * [str(tmp_path / "losses.json")]]
+    assert figures.main([*drawn, "--output", str(tmp_path / "two.png")]) == 0
 
 
-@pytest.mark.thorough
-def test_the_loss_is_that_of_a_validation(corpus, workdir, tmp_path):
-    config = small_config(corpus, workdir, **SIZES)
-    partition = systems.partition(config, jax.devices())
-    task = TextRun(config, partition)
-    step = jax.jit(make_evaluate_step(task.held_out.loss_sum, task.held_out.count))
-    parameters, _ = restored_parameters(TextRun(config, partition))
-    blocks = TextRun(config, partition).validation()
-    placed = [place(block, task.sharding, task.shape) for block in blocks]
-    sums = jax.device_get([step(parameters, batch) for batch in placed])
-    losses, weights = np.sum(sums, axis=0)
-    *_, whole = evaluate(workdir, tmp_path, "--batches", str(len(blocks)))
-    assert whole["tokens"] == weights.sum() > 500
-    assert whole["loss"] == pytest.approx(losses.sum() / weights.sum(), rel=1e-6)
-    assert figures.main(
-        ["losses", *2 * [str(tmp_path / "losses.json")]]
-        + ["--output", str(tmp_path / "two.png")]
-    ) == 0  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def others(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Corpora of bytes and of another tokenizer, with as many ids."""
-    root = tmp_path_factory.mktemp("others")
-    files = [root / f"{name}.txt" for name in "abcdefghijklmnop"]
+def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(corpus, tmp_path, capsys):
+    config = small_config(corpus, Path("run"), model__vocab_size=264)
+    files = [tmp_path / f"{name}.txt" for name in "abcdefghijklmnop"]
     for file in files:
         file.write_text(f"Of the ring, {file.stem}. " * 40)
-    subwords = open_tokenizer(str(make_hugging_face(root / "tokenizer.json")))
-    tokenizers = {"bytes": ByteTokenizer(), "subwords": subwords}
-    for name, tokenizer in tokenizers.items():
-        prepare(files, root / name, tokenizer, validation_fraction=0.5)
-    return {name: root / name for name in tokenizers}
-
-
-def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(corpus, others, capsys):
-    config = small_config(corpus, Path("run"), model__vocab_size=264)
-    set_corpus(config, others["bytes"])
-    assert config.data.corpus == str(others["bytes"])
+    # With as many ids.
+    subwords = open_tokenizer(str(make_hugging_face(tmp_path / "tokenizer.json")))
+    for name, tokenizer in ("bytes", ByteTokenizer()), ("subwords", subwords):
+        prepare(files, tmp_path / name, tokenizer, validation_fraction=0.5)
+    set_corpus(config, tmp_path / "bytes")
+    assert config.data.corpus == str(tmp_path / "bytes")
     with pytest.raises(ValueError, match="differ in their vocabulary"):
-        set_corpus(config, others["subwords"])
+        set_corpus(config, tmp_path / "subwords")
     assert not capsys.readouterr().out
     config.data.corpus = "gone"
-    set_corpus(config, others["bytes"])
+    set_corpus(config, tmp_path / "bytes")
     assert "the run's corpus (gone) is not here: nothing" in capsys.readouterr().out
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from tools.lib.ruler.sources import (
     ESSAYS,
     SENTENCE_ENDS,
     Essays,
-    Pairs,
     Sources,
-    pairs,
     read_english_words,
 )
 from tools.lib.ruler.tasks import SEED, TASKS
@@ -91,9 +88,8 @@ def sources(tmp_path, monkeypatch) -> Sources:
     # The fixture was made without nltk's model of sentences.
     splitter = "tools.lib.ruler.sources.find_splitter"
     monkeypatch.setattr(splitter, lambda: (SENTENCE_ENDS.split, "marks"))
-    made = {ESSAYS: {"text": essays()}}
-    made |= {"squad.json": squad()}
-    made |= {"hotpotqa.json": hotpotqa()}
+    made = {ESSAYS: {"text": essays()}, "squad.json": squad()}
+    made["hotpotqa.json"] = hotpotqa()
     for name, content in made.items():
         (tmp_path / name).write_text(json.dumps(content))
     return Sources(
@@ -167,16 +163,6 @@ def test_four_coded_words_take_a_length():
         next(TASKS["fwe"].make(SEED, Sources()).prompts(Room(249, 50, count), 1))
 
 
-def test_pairs_are_those_of_the_sorted_list():
-    adjectives = ["old", "teeny-tiny", "ad hoc", "teeny", "old-fashioned", "zany"]
-    nouns = ["tiny-x", "cat", "fashioned-cat", "contact lens", "zoo"]
-    listed = sorted({f"{a}-{n}" for a in adjectives for n in nouns})
-    assert [*Pairs(adjectives, nouns)] == listed
-    assert len(pairs()) == 6_171_620
-    drawn = [pairs()[i] for i in sorted(random.Random(3).sample(range(6 * 10**6), 999))]
-    assert all(a < b for a, b in pairwise(drawn))
-
-
 def test_long_lists_of_words_need_the_longer_list(tmp_path):
     room = Room(120_000, TASKS["cwe"].tokens, count)
     with pytest.raises(ValueError, match="wonderwords has 8166.*--english-words"):
@@ -196,11 +182,7 @@ def test_any_text_is_a_haystack_that_says_so(tmp_path):
     path.write_text('A b c. "D e!"  F\ng? H.')
     essays = Essays.read(path)
     assert essays.label.startswith("not RULER's essays: story.txt (sha256 ")
-    assert SENTENCE_ENDS.split(" ".join(essays.words)) == [
-        "A b c.",
-        '"D e!"',
-        "F g?",
-        "H.",
-    ]
+    found = SENTENCE_ENDS.split(" ".join(essays.words))
+    assert found == ["A b c.", '"D e!"', "F g?", "H."]
     again = essays.sentences(len(essays.words) + 3)
     assert " ".join(again) == 'A b c. "D e!" F g? H. A b c.'
