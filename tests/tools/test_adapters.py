@@ -63,8 +63,7 @@ def run_of(runs: Path, name: str) -> tuple[Any, Partition]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "gemma3" else [slow]) for n in NAMES],
+    "name", [pytest.param(n, marks=[slow] * (n != "gemma3")) for n in NAMES]
 )
 def test_logits_are_pefts(runs, name):
     config, partition = run_of(runs, name)
@@ -119,22 +118,16 @@ def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path):
         json.loads((folder / adapters.CONFIG).read_text())
         for folder in (tmp_path / "peft", DIRECTORY / name)
     )
-    modules = fields.pop("target_modules")
-    assert sorted(modules) == sorted(theirs["target_modules"])
+    assert {*fields.pop("target_modules")} == {*theirs["target_modules"]}
     assert fields.pop("base_model_name_or_path") == str(like["original"])
     assert fields.items() <= theirs.items()
-    like["original"] = None
-    export_model(config.workdir, tmp_path / "bare", partition, **FILE, **like)
-    bare = json.loads((tmp_path / "bare" / adapters.CONFIG).read_text())
-    assert bare["base_model_name_or_path"] is None
 
 
 @pytest.mark.thorough
 def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
     config, partition = run_of(runs, "llama_scaled")
-    changed = shutil.copytree(
-        hf_models.DIRECTORY / "llama_scaled", tmp_path / "changed"
-    )
+    changed = tmp_path / "changed"
+    shutil.copytree(hf_models.DIRECTORY / "llama_scaled", changed)
     (file,) = changed.glob("*.safetensors")
     tensors = load_file(file)
     tensors["model.norm.weight"] = 2 * tensors["model.norm.weight"]
@@ -143,9 +136,6 @@ def test_a_model_that_adapters_do_not_belong_to_is_refused(runs, tmp_path):
     out, other = tmp_path / "out", str(tmp_path / "other")
     with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
         export_model(config.workdir, out, partition, weights=other, **FILE)
-    config.init_from = other
-    with pytest.raises(ValueError, match="base_weights: saved step 0 with digest"):
-        restored_parameters(TextRun(config, partition))
     assert not out.exists()
     # Where the right one has moved it is found.
     moved = str(runs / "llama_scaled")
@@ -182,18 +172,16 @@ def test_an_adapter_that_cannot_be_read_is_refused(runs, tmp_path, changes, said
 def test_wrong_commands_say_what_to_do(runs, tmp_path, capsys):
     run_of(runs, "llama_scaled")
     adapter, model = DIRECTORY / "llama_scaled", runs / "llama_scaled"
+    new = f"{tmp_path}/a"
     for command, said in (
-        (f"import {adapter} {tmp_path}/a", "holds an adapter: name the workdir"),
-        (f"import {model} {tmp_path}/a --weights {model}", "adapter_config.json does"),
-        (f"export {model} {tmp_path}/a --adapter", "holds no adapters: export it"),
-        (
-            f"import {adapter} {tmp_path}/a --weights {model}.peft",
-            "holds adapters, and",
-        ),
+        (f"import {adapter} {new}", "holds an adapter: name the workdir"),
+        (f"import {model} {new} --weights {model}", "adapter_config.json does"),
+        (f"export {model} {new} --adapter", "holds no adapters: export it"),
+        (f"import {adapter} {new} --weights {model}.peft", "holds adapters, and"),
     ):
         assert main(command.split()) == 1
-        error = capsys.readouterr().err
-        assert said in error and len(error.splitlines()) == 1, error
+        (error,) = capsys.readouterr().err.splitlines()
+        assert said in error
     assert not [*tmp_path.iterdir()]
 
 
@@ -312,13 +300,9 @@ def on_one_device(family: str) -> tuple[np.ndarray, Any]:
     "attention, shape, remat, family",
     [
         ("vanilla", MeshShape(data=2, tensor=2), "everything", "every_part"),
-        ("memory_efficient", MeshShape(fsdp=2), "nothing", "llama"),
-        ("blockwise", MeshShape(fsdp=2), "offload", "every_part"),
         ("ring", RING, "offload", "llama"),
-        ("striped", CUBE, "nothing", "every_part"),
         ("striped", CUBE, "tail", "qwen2"),
-        ("zigzag", RING, "everything", "every_part"),
-        ("zigzag", MeshShape(ring=2, tensor=2), "products", "llama"),
+        ("zigzag", RING, "nothing", "every_part"),
     ],
 )
 def test_gradients_on_a_mesh_are_those_of_one_device(attention, shape, remat, family):

@@ -36,47 +36,28 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def begun_with(source: Path, corpus: Path, workdir: Path) -> Run:
-    """A run of 2 steps that learns nothing after `source`."""
-    run = Run(corpus, workdir, **FIELDS)
-    run.train(init_from=str(source))
-    assert any(line.startswith("step 1") for line in run.said)
-    return run
-
-
-def counts(optimizer_state: Any) -> set[int]:
-    """Updates that the optimizer has counted."""
-    leaves = jax.tree.leaves(optimizer_state)
-    return {int(leaf) for leaf in leaves if leaf.dtype == np.int32}
-
-
 @pytest.mark.thorough
-def test_a_run_begins_with_another_runs_parameters_and_a_fresh_optimizer(
+def test_a_run_begins_with_imported_parameters_and_a_fresh_optimizer(
     corpus, trained, tmp_path
 ):
-    run = begun_with(trained.workdir, corpus, tmp_path)
-    assert f"parameters: of step 2 of {trained.workdir}" in run.said
-    before, after = trained.state(), run.state()
-    jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
-    assert (int(before.step), int(after.step)) == (2, 2)
-    assert counts(after.optimizer_state) == {2}
-    # Once it has checkpoints of its own, it resumes from them; the source may be gone.
-    run.said.clear()
-    assert run.train(init_from=f"{tmp_path}/gone") == {"step": 2}
-    assert "resuming from step 2" in run.said
-
-
-@pytest.mark.thorough
-def test_a_run_begins_with_exported_and_imported_parameters(corpus, trained, tmp_path):
+    """Those that another run has exported."""
     partition = partition_of(MeshShape(fsdp=8))
     published, imported = tmp_path / "published", tmp_path / "imported"
     options = {"dtype": "float32", "file_bytes": 1 << 16}
     export_model(str(trained.workdir), published, partition, **options)
     import_model(published, imported, partition)
-    run = begun_with(imported, corpus, tmp_path / "run")
+    run = Run(corpus, tmp_path / "run", **FIELDS)
+    run.train(init_from=str(imported))
     assert f"parameters: of step 0 of {imported}" in run.said
+    assert any(line.startswith("step 1") for line in run.said)
     before, after = trained.state(), run.state()
     jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
+    leaves = jax.tree.leaves(after.optimizer_state)
+    assert {int(leaf) for leaf in leaves if leaf.dtype == np.int32} == {2}
+    # Once it has checkpoints of its own, it resumes from them; the source may be gone.
+    run.said.clear()
+    assert run.train(init_from=f"{tmp_path}/gone") == {"step": 2}
+    assert "resuming from step 2" in run.said
 
 
 @pytest.fixture
