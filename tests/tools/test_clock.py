@@ -101,12 +101,6 @@ def test_kernels_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
     bundles = 9522 / V4.bundles_per_second
     least = 10 * TILE**2 * 128 / V4.peak_flops
     assert clock.speed(V4, "backward").full == pytest.approx(max(bundles, least))
-    assert clock.source(V4) == (
-        "bundles of a full tile of 1024 x 1024: forward 4142, backward 9522"
-    )
-    assert clock.source(H200) == (
-        "shares of the peak, as one H100 reaches them: forward 60%, backward 50%"
-    )
 
 
 def test_heads_wider_than_the_matrix_unit_take_several_passes():
@@ -133,25 +127,15 @@ def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
         assert sent(ring, "forward", H200) == 1  # a switch joins GPUs
     one = make_ring(LENGTH, 1, route=ONE_WAY)
     assert one.times(V5P, "backward").hiding is None
-    assert one.describe() == "devices have whole rows"
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_gradients_are_sent_as_often_as_there_are_devices(size):
     """After each kernel but the last one, and home."""
     ring = dataclasses.replace(make_ring(LENGTH, size, route=ONE_WAY), keys_bytes=0)
-    schedule = ring.schedule
-    steps = (ring._sent(schedule, step, V5P, "backward") for step in range(size))
+    steps = (ring._sent(ring.schedule, n, V5P, "backward") for n in range(size))
     once = ring.gradients_bytes / V5P.interconnect_bytes_per_second
-    assert sum(steps) + ring._home(schedule, V5P) == pytest.approx(size * once)
-
-
-def test_transfers_wait_for_short_kernels_alone():
-    long, short = make_ring(2**15), make_ring(2**9, heads=1, kv_heads=8)
-    for direction in PRODUCTS:
-        assert long.times(V5E, direction).outlasting == 0
-        found = short.times(V5E, direction)
-        assert found.outlasting > found.kernels and found.hiding < 0.5
+    assert sum(steps) + ring._home(ring.schedule, V5P) == pytest.approx(size * once)
 
 
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
@@ -161,24 +145,21 @@ def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
     few = make_ring(16384, layout=zigzag, mask=window, route=route)
     assert few.describe() == "neighbours" and few.schedule.last == 1
     # Two ways carry what is read: a sixteenth of a shard each, in place of half of one.
-    carried = (ring._sent(ring.schedule, 0, V5P, "forward") for ring in (few, whole))
-    assert next(carried) == next(carried) / 8
+    carried = [ring._sent(ring.schedule, 0, V5P, "forward") for ring in (few, whole)]
+    assert carried[0] == carried[1] / 8
     times = [ring.times(V5P, "forward") for ring in (few, whole)]
     assert times[0].outlasting == 0 and times[0].kernels < times[1].kernels
 
 
-def test_a_counted_ring_brings_gradients_home_alone():
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_counted_ring_brings_gradients_home_alone(count):
     route = Counted(both_ways=True)
-    layout = layouts.Zigzag()
-    for count in (1, 3):
-        ring = make_ring(LENGTH, 8, layout, route=route, count=count)
-        assert ring.schedule.last == count
-        home = ring._home(ring.schedule, V5P)
-        link = V5P.interconnect_bytes_per_second
-        assert home == pytest.approx(count * ring.gradients_bytes / link)
-        assert ring.times(V5P, "backward").outlasting >= home
-    alone = make_ring(LENGTH, 8, layout, route=route, count=0)
-    assert alone.times(V5P, "backward").outlasting == 0
+    ring = make_ring(LENGTH, 8, layouts.Zigzag(), route=route, count=count)
+    assert ring.schedule.last == count
+    home = count * ring.gradients_bytes / V5P.interconnect_bytes_per_second
+    assert ring._home(ring.schedule, V5P) == pytest.approx(home)
+    outlasting = ring.times(V5P, "backward").outlasting
+    assert outlasting >= home and (count or outlasting == 0)
 
 
 @pytest.mark.parametrize("documents", [(), (2000,), (96,), (96, 1400)])

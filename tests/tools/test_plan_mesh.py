@@ -1,7 +1,6 @@
 """Suggested meshes, and the estimate's parts, without compiling anything."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -119,23 +118,16 @@ def test_each_kind_of_layers_takes_its_time_on_its_own_route():
     # Home, and a neighbour on each side; whole shards would have 64 steps.
     assert (ring.schedule.last, full.schedule.last) == (1, 63)
     assert ring.describe() == "neighbours" and full.describe() == "both ways"
-    found = Attention.of(run, V4, program("forward", "backward"))
-    kinds = (24, ring), (8, full)
-    times = [
-        {d: layers * np.array(one.times(V4, d)[:2]) for d in PRODUCTS}
-        for layers, one in kinds
-    ]
-    total = {d: sum(one[d] for one in times) for d in PRODUCTS}
-    assert found.outlasting == pytest.approx(sum(one[1] for one in total.values()))
+    found, outlasting = Attention.of(run, V4, program("forward", "backward")), 0.0
     for number, direction in enumerate(PRODUCTS):
-        seconds, _ = total[direction]
+        few, whole = (one.times(V4, direction) for one in (ring, full))
+        outlasting += 24 * few.outlasting + 8 * whole.outlasting
+        seconds = 24 * few.kernels + 8 * whole.kernels
         assert found.kernels[direction] == pytest.approx(seconds)
         # As long as where it is shortest: 32 layers, 2 runs in this program.
-        each = [
-            one[direction][0] / layers
-            for one, (layers, _) in zip(times, kinds, strict=True)
-        ]
-        assert found.by_name[f"k{number}"] == pytest.approx(32 * min(each) / 2)
+        shortest = 32 * min(few.kernels, whole.kernels) / 2
+        assert found.by_name[f"k{number}"] == pytest.approx(shortest)
+    assert found.outlasting == pytest.approx(outlasting)
 
 
 def program(*kernels: str) -> Program:
@@ -172,11 +164,7 @@ def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
     assert found.by_name["k0"] == found.by_name["k1"] == found.kernels["forward"] / 4
     assert found.by_name["k2"] == found.kernels["backward"] / 2
     assert found.outlasting == 0
-    assert "forward 2 x for each backward" in found.assumption
     assert Attention.of(run_7b(2**21), V4, program(*kernels)).outlasting
-    capped = run_7b(**{"model.attention_soft_cap": 50.0})
-    capped = Attention.of(capped, V4, program(*kernels))
-    assert capped.assumption == f"{found.assumption}; soft caps take no time"
     # XLA's own attention is among the instructions, and counts there.
     alone = Attention.of(run, V4, program())
     assert (alone.kernels, alone.outlasting, alone.by_name) == ({}, 0, {})
@@ -233,7 +221,6 @@ def test_rows_that_count_their_steps_end_with_their_documents():
 def test_where_no_mesh_divides_the_reason_is_told():
     with pytest.raises(ValueError, match="'vanilla' has no ring of 512"):
         suggestions(config_7b(2**22, attention="vanilla"), 512, V4)
-    assert suggestions(config_7b(2**22 + 1), 512, V4)  # padded
 
 
 @pytest.mark.thorough
@@ -243,15 +230,11 @@ def test_suggestions_are_printed_and_written(tmp_path, capsys):
     options = "--topology=h200:1x1x8", "--suggest", "--documents", "4096"
     plan_pod.main([*config, *options, f"--output={output}"])
     rows = json.loads(output.read_text())
-    printed = capsys.readouterr().out.splitlines()
-    first = [int(size) for size in printed[1].split()[: len(MESH_AXES)]]
-    assert first == [rows[0]["mesh"].get(axis, 1) for axis in MESH_AXES]
     assert {np.prod(list(row["mesh"].values())) for row in rows} == {8}
     found = suggestions(read_config(config), 8, H200, (4096,))
     what = {"topology": "h200:1x1x8", "documents": [4096], "rows": 8}
     what["context"] = read_config(config).data.context_tokens
     assert rows == [what | one.row() for one in found]
-    cells = [re.split(r"\s{2,}", line) for line in printed[:13]]
-    routes = [one.route for one in found[:12]]
-    assert [line[-1] for line in cells] == ["route", *routes]
+    printed = capsys.readouterr().out.splitlines()[1].split()[: len(MESH_AXES)]
+    assert [*map(int, printed)] == [rows[0]["mesh"].get(axis, 1) for axis in MESH_AXES]
     assert any(one.route == "one way" for one in found)

@@ -57,7 +57,10 @@ def test_a_step_on_gpus_hides_its_ring_and_gathers_parameters_in_bfloat16():
     """With shards so large that XLA sends keys and values apart."""
     config = read_config(["--config=configs/h200_1b.py", "--config.mesh.ring=4"])
     plan = Plan.of(Step.of(config, aot_pod("h200:1x1x4")))
-    assert plan.transfers.hidden == config.model.num_layers * (4 * 3 + 2 * 4)
+    assert (plan.device_kind, plan.implementation) == ("NVIDIA H200", "hopper")
+    layers = config.model.num_layers
+    assert plan.transfers.hidden == layers * (4 * 3 + 2 * 4)
+    assert plan.transfers.kernels == layers * (2 * 4 + 1)
     assert plan.transfers.exposed == 0
     # Once a pass, of which each device sends three quarters.
     (gathered,) = (c.bytes_sent for c in plan.collectives if c.name == "all-gather")
