@@ -20,7 +20,6 @@ from tasks.frozen import read_frozen
 from tasks.generation import restored_parameters
 from tasks.systems import attention_system
 from tasks.text import TextRun
-from tests import small_llama
 from tests.cases import pairs
 from tests.models.test_memory import products
 from tests.small_llama import assert_same, partition_of
@@ -285,39 +284,12 @@ def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
     assert_same(last, jax.device_get(adapters_of(name, "final", run)), 1e-4)
 
 
-LORA = {"lora__rank": 3, "lora__alpha": 3.0, "lora__base_dtype": "float32"}
-
-
-@functools.cache
-def on_one_device(family: str) -> tuple[np.ndarray, Any]:
-    """Loss, and gradients of the adapters."""
-    run = small_llama.Run(MeshShape(), "vanilla", family, **LORA)
-    return run.answer()
-
-
-@slow
-@pytest.mark.parametrize(
-    "attention, shape, remat, family",
-    [
-        ("vanilla", MeshShape(data=2, tensor=2), "everything", "every_part"),
-        ("ring", RING, "offload", "llama"),
-        ("striped", CUBE, "tail", "qwen2"),
-        ("zigzag", RING, "nothing", "every_part"),
-    ],
-)
-def test_gradients_on_a_mesh_are_those_of_one_device(attention, shape, remat, family):
-    run = small_llama.Run(shape, attention, family, remat=remat, **LORA)
-    loss, gradients = run.answer()
-    wanted_loss, wanted = on_one_device(family)
-    assert loss == pytest.approx(wanted_loss, rel=1e-6)
-    assert_same(gradients, wanted, 1e-5)
-
-
 @pytest.mark.thorough
 def test_an_adapter_adds_only_its_own_products():
+    lora = {"lora__rank": 3, "lora__alpha": 3.0, "lora__base_dtype": "float32"}
     # Of each of 7 matrices and of the head the gradient is not there. An adapter has 2
     # products, and two of each in the backward.
     more = 7 * (2 + 4) - 7 - 1
-    assert products("everything", **LORA) == products("everything") + more
+    assert products("everything", **lora) == products("everything") + more
     # The second is not kept beside that of the matrix; a layer's last is not needed.
-    assert products("products", **LORA) == products("products") + more + 6
+    assert products("products", **lora) == products("products") + more + 6

@@ -29,7 +29,6 @@ from tasks.generation import restored_parameters
 from tasks.text import TextRun
 from tests.cases import pairs
 from tests.data.test_tokenizer import make_hugging_face
-from tests.processes import run_program
 from tests.runs import files, small_config, small_flags
 from tests.small_agent import drawn
 from tests.tools import hf_models
@@ -279,11 +278,3 @@ def test_what_is_wrong_is_said_in_short(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ")
     assert all(part in err for part in said.split(" | ")), err
-
-
-@pytest.mark.slow
-def test_the_command_simulates_the_configs_devices(corpus, workdir, expected):
-    flags = small_flags(corpus, workdir, implementation="reference")
-    command = "-m", "tools.generate", *flags, *GREEDY, "--prompt", PROMPT
-    code, out, err = run_program(*command, timeout=300)
-    assert (code, out) == (0, f"{expected}\n"), err

@@ -1,13 +1,29 @@
-"""Logits and greedy tokens of every family equal transformers'."""
+"""Logits and tokens of all families equal transformers', as do gpt-oss's layers."""
 
+import functools
 import itertools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from kernels import masks
+from kernels.layouts import permute, unpermute
+from kernels.ring_attention import make_ring_attention
+from models.attention import Attention
+from models.memory import Execution
+from models.rope import RopeScaling, rotations
+from models.sizes import DecoderConfig
 from tasks.text import TextRun
+from tests.cases.attention import LAYOUTS
 from tests.small_llama import partition_of
 from tests.tools import hf_models
+from tools.lib.hf.names import ATTENTION
+from tools.lib.hf.rope import read_rope
+from tools.lib.hf.tensor_files import TensorFiles
 from training.mesh import MeshShape
 
 BOUND = 2e-5
@@ -41,3 +57,79 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     assert followers.size == 32
     best = logits.argmax(axis=-1)[hf_models.PROMPT - 1 : -1]
     np.testing.assert_array_equal(best, followers)
+
+
+# The attention of gpt-oss as a layer: its sinks, windows, biases and YaRN.
+
+GPT_OSS = "gpt_oss_attention"
+WINDOWED, FULL = 0, 1
+"""Layers of the fixture."""
+
+
+def record() -> DecoderConfig:
+    """The layers' sizes, from config.json, and parts, which gpt-oss always has."""
+    fields = hf_models.fields(GPT_OSS)
+    return DecoderConfig(
+        hidden_size=fields["hidden_size"],
+        feed_forward_size=1,
+        num_layers=2,
+        num_heads=fields["num_attention_heads"],
+        num_kv_heads=fields["num_key_value_heads"],
+        head_dim=fields["head_dim"],
+        layer_pattern="wf",
+        window=fields["sliding_window"],
+        attention_sinks=True,
+        qkv_bias=True,
+        output_bias=True,
+        **read_rope(fields, 150_000.0),
+    )
+
+
+def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> Any:
+    """What a layer here makes of the fixture's input: (48, E)."""
+    partition = partition_of(MeshShape(ring=ring))
+    run = Execution(jnp.dtype("float32"), remat="everything")
+    attention = Attention(config, run, partition, rngs=nnx.Rngs(0))
+    with TensorFiles(hf_models.DIRECTORY / GPT_OSS) as files:
+        for weight in ATTENTION:
+            parameter = getattr(attention, weight.path[2], None)
+            if parameter is not None:
+                name = weight.name.format(layer=layer)
+                stored = files.read(name, (slice(None),) * len(files.shapes[name]))
+                parameter[...] = weight.from_stored(stored, parameter[...].shape)
+    layout, kind = LAYOUTS[layout_name], config.kinds[layer]
+    visible = (
+        masks.causal() & masks.window(kind.window) if kind.window else masks.causal()
+    )
+    attend = make_ring_attention(
+        partition.mesh, layout=layout, implementation="reference"
+    )
+    attend = functools.partial(attend, visible=visible)
+
+    @jax.jit
+    def compute(x: jax.Array, positions: jax.Array) -> jax.Array:
+        rotation = rotations(positions, config.head_dim, *kind.rope)
+        return attention(x, None, rotation, attend)
+
+    x = np.load(hf_models.DIRECTORY / GPT_OSS / "expected.npz")["input"][None]
+    positions = np.arange(x.shape[1], dtype=np.int32)[None]
+    placed = (permute(array, layout, ring, axis=1) for array in (x, positions))
+    return np.asarray(unpermute(compute(*placed), layout, ring, axis=1))[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layer", "ring", "layout"),
+    [(WINDOWED, 4, "zigzag"), (FULL, 4, "striped")],
+)
+def test_the_layers_equal_transformers(layer, ring, layout):
+    expected = np.load(hf_models.DIRECTORY / GPT_OSS / "expected.npz")["outputs"]
+    found = output(record(), layer, ring, layout)
+    np.testing.assert_allclose(found, expected[layer], atol=BOUND, rtol=0)
+
+
+def test_yarn_is_read_as_gpt_oss_has_it():
+    expected = RopeScaling(
+        "yarn", 4.0, 16, beta_fast=2.0, beta_slow=0.25, truncate=False
+    )
+    assert record().rope_scaling == expected

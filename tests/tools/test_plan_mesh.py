@@ -218,12 +218,6 @@ def test_rows_that_count_their_steps_end_with_their_documents():
 
 
 @pytest.mark.thorough
-def test_where_no_mesh_divides_the_reason_is_told():
-    with pytest.raises(ValueError, match="'vanilla' has no ring of 512"):
-        suggestions(config_7b(2**22, attention="vanilla"), 512, V4)
-
-
-@pytest.mark.thorough
 def test_suggestions_are_printed_and_written(tmp_path, capsys):
     output = tmp_path / "meshes.json"
     config = "--config=configs/h200_1b.py", "--config.data.batch_rows=8"

@@ -25,7 +25,6 @@ from tests.chat_families import QWEN
 from tests.data.test_chat import rows
 from tests.data.test_corpus import fill, read_both
 from tests.data.test_tokenizer import make_hugging_face
-from tests.processes import run_program
 from tests.runs import SMALL, small_config
 from tests.small_agent import drawn
 from tools import (
@@ -102,31 +101,6 @@ def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
     assert prepare_chat.main([*arguments, "--bad-rows", "skip"]) == 1
     assert "error: there is no conversation to train on in" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
-
-
-def test_many_bad_rows_are_named_in_part_and_counted(tmp_path, capsys):
-    source = tmp_path / "in\x1b[31m\udcff.jsonl"
-    source.write_text('{"text": null}\n' * 30 + '{"text": "a"}\n{"text": "b"}\n')
-    arguments = [str(source), "--output", str(tmp_path / "out"), "--bad-rows", "skip"]
-    assert prepare_text.main(arguments) == 0
-    out, err = capsys.readouterr()
-    lines, said = err.splitlines(), str(tmp_path / r"in\x1b[31m\udcff.jsonl")
-    assert len(lines) == 21 and lines[19].startswith(f"skipped {said}:20: field 'tex")
-    assert f"\nskipped: 30, field 'text' is NoneType, no text; first {said}:1\n" in out
-
-
-@pytest.mark.quick
-def test_chats_have_the_template_that_is_named(tmp_path):
-    source, out = tmp_path / "in.json", tmp_path / "out"
-    source.write_text(json.dumps(rows(9)))
-    options = "--context-tokens", "250", "--template", "llama2", "--too-long", "split"
-    program = "-m", "tools.prepare_chat"
-    code, printed, errors = run_program(*program, source, "--output", out, *options)
-    assert (code, errors) == (0, "")
-    assert "9 conversations of 9 rows" in printed
-    assert beginning(out, 16) == b"[INST] question "
-    assert "chat template: llama2\n" in printed
-    assert read_chat_template(out) == FORMATS["llama2"].template
 
 
 def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Every file in tools/ is a program: it answers --help and refuses in one line."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import tools
 from tests.cases import pairs
 from tools import evaluate
+from tools.lib.files import replacing, write_json
 from tools.lib.planning.step import Step
 
 FOLDER = Path(next(iter(tools.__path__)))
@@ -49,17 +51,6 @@ def test_every_program_answers_help_in_the_words_of_its_module(name, capsys):
     assert f"python -m tools.{name} " in printed
     for line in program.__doc__.strip().splitlines():
         assert line in printed
-
-
-def test_help_lists_every_evaluation_and_imports_none(monkeypatch, capsys):
-    for module in evaluate.MODULES.values():
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(SystemExit, match="0"):
-        evaluate.main(["--help"])
-    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for name, module in evaluate.MODULES.items():
-        assert any(words[:1] == [name] and len(words) > 3 for words in listed), name
-        assert module not in sys.modules
 
 
 def test_the_readme_has_a_line_for_each_program():
@@ -103,3 +94,23 @@ def test_a_wrong_command_line_is_one_line_and_writes_nothing(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and filled(CASES[case]) in line, line
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+# Files that are there whole or not at all.
+
+
+def test_a_value_is_written_in_place_of_an_earlier_one(tmp_path):
+    path = tmp_path / "rows.json"
+    for value in ([{"a": 1}], [{"a": None}]):
+        write_json(path, value)
+        assert json.loads(path.read_text()) == value
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_leaves_the_file_of_before(tmp_path):
+    path = tmp_path / "x.png"
+    path.write_text("before")
+    with pytest.raises(OSError, match="no space"), replacing(path) as part:
+        part.write_text("half")
+        raise OSError("no space")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]

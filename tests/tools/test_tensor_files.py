@@ -200,24 +200,3 @@ def test_a_damaged_file_is_read_as_it_is_or_refused(tmp_path, attempts):
 
     counts = fuzz(attempts, attempt, check, most_bytes=20 << 20)
     assert counts["read"] > attempts // 20 and counts["refused"] > attempts // 2
-
-
-@pytest.mark.parametrize(
-    "attempts", [200, pytest.param(10_000, marks=pytest.mark.slow)]
-)
-def test_a_damaged_index_leads_to_its_tensors_or_is_refused(shards, attempts):
-    index = {"metadata": {"total_size": 1}, "weight_map": {"a": FIRST, "b": SECOND}}
-
-    def attempt(rng):
-        text = altered(index, rng).encode("utf-8", "surrogatepass")
-        (shards / INDEX).write_bytes(text if rng.integers(2) else damaged(text, rng))
-        return read_all(shards)
-
-    def check(found):
-        for name, array in found.items():
-            np.testing.assert_array_equal(array, TENSORS[name])
-        named = json.loads((shards / INDEX).read_text())["weight_map"]
-        assert {"a": FIRST, "b": SECOND}.items() >= named.items()
-        assert found.keys() >= named.keys()
-
-    fuzz(attempts, attempt, check, most_bytes=20 << 20)

@@ -11,7 +11,6 @@ from tools import tpu_schedule, tune_block_sizes
 from tools.lib.compiled.bundles import Body, Span, bodies, read_schedule, tile_body
 from tools.lib.compiled.tile_program import Compiled, Tile, read_vmem
 from tools.tpu_schedule import Measurement, measure
-from tools.tune_block_sizes import Candidate, Outcome, rank
 
 UTILIZATION = """== CAPACTIY:
 MXU, XLU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL
@@ -192,24 +191,6 @@ def test_program_writes_what_compiled_and_tells_what_did_not(
 # Block sizes that are searched for.
 
 BLOCKS = TpuBlocks(1024, 1024, 512, 256, 1, 0)
-
-
-def test_ranking_is_by_chip_bundles_and_what_the_table_has():
-    outcomes = [
-        Outcome(
-            Candidate(chip, BLOCKS, is_in_table),
-            {"bundles": bundles, "used_vload_fill": spills, "used_vstore_spill": 0},
-        )
-        for chip, bundles, is_in_table, spills in (
-            ("v6e", 5, False, 0),
-            ("v4", 7, False, 2),
-            ("v4", 7, False, 1),
-            ("v4", 7, True, 9),
-            ("v4", 6, False, 9),
-        )
-    ]
-    ranked = rank(outcomes, ["v4", "v6e"])
-    assert [outcomes.index(outcome) for outcome in ranked] == [4, 3, 2, 1, 0]
 
 
 def test_the_best_is_shown_and_every_row_that_compiles_is_written(
