@@ -1,4 +1,4 @@
-"""Logits and tokens of all families equal transformers', as do gpt-oss's layers."""
+"""Logits and tokens of all families are transformers', as are gpt-oss's layers."""
 
 import functools
 import itertools
