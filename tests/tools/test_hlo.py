@@ -1,11 +1,14 @@
 """What is read of scheduled programs written by hand, and what hides in them."""
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from tests.cases import pairs
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.hlo_text import arrays
 
@@ -117,9 +120,6 @@ def test_a_permute_that_the_compiler_made_is_none_of_a_ring(program):
 
 # How much of a ring step hides its transfers.
 
-SIX_IN_FLIGHT = "FFFssFsss" + "d|s" * 2 + "F" + "d|s" * 5 + "Fddddd"
-"""One step of six pieces, of which libtpu keeps five transfers in flight."""
-
 
 def lines(order: str, rings: str) -> Iterator[str]:
     """Yields the instructions of a schedule.
@@ -169,37 +169,10 @@ def shares(order: str) -> list[float]:
     return [one.hidden_share for one in found]
 
 
-@pytest.mark.parametrize(
-    "order, expected",
-    [
-        ("ssFdd" * 3 + "F", [1] * 6),
-        ("ssFdd" + "ssssFdddd" * 2 + "ssFdd" * 2, [1] * 14),
-        ("ssssFFdddd" * 3 + "FF", [1] * 12),
-        ("FssFdd", [1 / 2] * 2),
-        ("FssssFdddd" * 3 + "FF", [1 / 2] * 12),
-        ("ssssFFddddssFssFdddd", [1] * 6 + [1 / 2] * 2),
-        ("s" * 12 + "F" * 6 + "d" * 12, [1] * 12),
-        ("FFFFF" + "s" * 12 + "F" + "d" * 12, [1 / 6] * 12),
-        ("FFFF" + "s" * 12 + "FF" + "d" * 12, [1 / 3] * 12),
-        (SIX_IN_FLIGHT, [1 / 4] * 12),
-        ("ssFddsdsd", [1, 1, 0, 0]),
-        ("ssFddsdssFdd", [1, 1, 0, 1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("order", "expected"), pairs("schedules.txt"))
 def test_a_transfer_is_hidden_by_the_kernels_of_its_step(order, expected):
-    assert shares(order) == expected
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        "ssFddF|ssFddF",
-        "ssFddssFddF|ssFddssFddF",
-        "ssssFFddddFF|ssssFFddddFF",
-        "SSssFddssFddF|FDDssFdd",  # the second ring's first keys leave early
-        "ssSFSddF|FDDssFdd",
-        "ssFddLF|ssFddLF",
-    ],
-)
-def test_the_last_step_of_a_ring_is_none_of_the_next(order):
-    assert set(shares(order)) == {1}
+    """Of its own: the last step of a ring is none of the next one's."""
+    order = re.sub(r"\((\S+?)\)(\d+)", lambda m: m[1] * int(m[2]), order)
+    wanted = [float(Fraction(n)) for n in expected.split()]
+    found = shares(order.replace(" ", ""))
+    assert found == wanted * (len(found) if len(wanted) == 1 else 1)

@@ -1,3 +1,6 @@
+"""Pods that are not attached: their names, shapes, links and compiler."""
+
+import re
 import sys
 
 import jax
@@ -7,84 +10,42 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.ring.torus import wraps
+from tests.cases import pairs
 from tools.lib.compiled.pods import PODS, aot_pod, compile_for, device_kind, tpu_devices
 
 
-@pytest.mark.parametrize(
-    ("chip", "devices", "shape"),
-    [
-        ("v3", 512, (16, 16)),
-        ("v4", 1, (2, 2, 1)),
-        ("v4", 513, (8, 8, 16)),
-        ("v5p", 32, (2, 4, 4)),
-        ("v5e", 5, (2, 4)),
-    ],
-)
-def test_smallest_topology_that_is_large_enough(chip, devices, shape):
-    assert PODS[chip].grow(devices) == shape
+def shape(topology: str) -> tuple[int, ...]:
+    return tuple(map(int, topology.split(":")[-1].split("x")))
 
 
-@pytest.mark.parametrize(
-    ("chip", "shape", "closed"),
-    [
-        ("v3", (16, 16), (False, False, False)),
-        ("v4", (4, 4, 2), (False, False, False)),
-        ("v4", (4, 4, 8), (True, True, True)),
-        ("v5e", (8, 16), (False, True, False)),
-        ("v6e", (16, 16), (True, True, False)),
-    ],
-)
-def test_axes_are_closed_where_the_pods_are(chip, shape, closed):
-    assert wraps(device_kind(chip), shape) == closed
+@pytest.mark.parametrize(("asked", "found"), pairs("topologies.txt", "grow"))
+def test_smallest_topology_that_is_large_enough(asked, found):
+    chip, devices = asked.split()
+    assert PODS[chip].grow(int(devices)) == shape(found)
 
 
-@pytest.mark.parametrize(
-    ("topology", "count", "kind", "cores"),
-    [
-        ("v3", 8, "TPU v3", 1),
-        ("v5e", 4, "TPU v5 lite", 1),
-        ("v4:8x8x16", 1024, "TPU v4", 2),
-    ],
-)
-def test_described_devices_are_of_the_chip(topology, count, kind, cores):
-    found = tpu_devices(topology)
-    kinds = {(d.platform, d.device_kind, d.num_cores) for d in found}
-    assert (len(found), kinds) == (count, {("tpu", kind, cores)})
+@pytest.mark.parametrize(("topology", "closed"), pairs("topologies.txt", "closed"))
+def test_axes_are_closed_where_the_pods_are(topology, closed):
+    found = wraps(device_kind(topology.split(":")[0]), shape(topology))
+    assert "".join("-o"[is_closed] for is_closed in found) == closed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("v9:2x2",), "chip 'v9' .* must be one of v3, v4, v5e, v5p"),
-        (("v5e", 257), "257 devices, but the pod has 256"),
-        (("v4:2x2x1", 8), "v4:2x2x1 has 4 devices, fewer than"),
-        (("v5e:3x3",), "libtpu refuses v5e:3x3"),
-    ],
-)
-def test_what_cannot_be_described_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tpu_devices(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "topology", "devices", "kind", "rate"),
-    [
-        ("v5litepod-64", "v5e:8x8", 64, "TPU v5 lite", 50e9),
-        ("v5p-128", "v5p:4x4x4", 64, "TPU v5", 100e9),
-        ("v4-1024", "v4:8x8x8", 512, "TPU v4", 45e9),
-        ("v3-32", "v3:4x4", 32, "TPU v3", 100e9),
-        ("h200:1x1x8", "h200:1x1x8", 8, "NVIDIA H200", 450e9),
-        ("h100:1x4", "h100:1x4", 4, "NVIDIA H100 80GB HBM3", 450e9),
-        ("h200:4x8", "h200:4x8", 32, "NVIDIA H200", 50e9),
-    ],
-)
-def test_pods_have_the_names_of_clouds_and_the_link_between_hosts(
-    name, topology, devices, kind, rate
-):
+@pytest.mark.parametrize(("name", "found"), pairs("topologies.txt", "pod"))
+def test_pods_have_the_names_of_clouds_and_the_link_between_hosts(name, found):
+    topology, devices, rate, cores, kind = found.split(" ", 4)
     pod = aot_pod(name)
-    assert (pod.topology, len(pod.devices)) == (topology, devices)
+    assert (pod.topology, len(pod.devices)) == (topology, int(devices))
     assert {device.device_kind for device in pod.devices} == {kind}
-    assert pod.chip.interconnect_bytes_per_second == rate
+    assert pod.chip.interconnect_bytes_per_second == float(rate)
+    if cores != "-":
+        assert {device.num_cores for device in pod.devices} == {int(cores)}
+
+
+@pytest.mark.parametrize(("asked", "said"), pairs("topologies.txt", "bad"))
+def test_what_cannot_be_described_is_refused(asked, said):
+    topology, *devices = asked.split()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tpu_devices(topology, *map(int, devices))
 
 
 NO_TOPOLOGY = "h200:1x9 h200:1x1x16 h100:2x2x8 v5p-99999 v5p b200 v5e:16x32 v5e:2x2x2"
