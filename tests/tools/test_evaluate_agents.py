@@ -1,7 +1,9 @@
 """Agents in a task and in worlds that were held out: what is written, refused."""
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
 from tasks.exorl import AgentRun
 from tests.cases import pairs
+from tests.pages import ROOT
 from tests.small_agent import SMALL, drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.contexts import Context, asked, world_contexts
@@ -257,3 +260,71 @@ def test_the_oracle_swings_a_cart_pole_up_and_chance_does_not(tmp_path):
     known = references(file, np.array([1, 0]), np.full((2, 1), 7))
     assert list(known) == ["oracle", "random"]
     assert known["oracle"] > 700 and known["random"] < 200
+
+
+# The one command of agents in context: what it runs, what it keeps and refuses.
+
+# Stands for Python: notes its arguments, and writes what comes behind --output.
+STUB = """#!/usr/bin/env bash
+echo "$*" >>"$(dirname "$0")/ran"
+while [ $# -gt 1 ]; do
+    [ "$1" != --output ] || { mkdir -p "$(dirname "$2")" && touch "$2"; }
+    shift
+done
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Runs the script in a folder: its exit status, what it said, and what it ran."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/in_context.sh", tmp_path / "tools")
+    (tmp_path / "stub").write_text(STUB)
+    (tmp_path / "stub").chmod(0o755)
+
+    def start(words: str) -> tuple[int, str, list[str]]:
+        (tmp_path / "ran").write_text("")
+        command = ["bash", "tools/in_context.sh", *words.split()]
+        given = os.environ | {"PYTHON": "./stub", "OUT": "out"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=given, capture_output=True, text=True
+        )
+        ran = (tmp_path / "ran").read_text().splitlines()
+        return done.returncode, done.stdout + done.stderr, ran
+
+    return start
+
+
+@pytest.mark.quick
+def test_it_makes_data_trains_acts_and_draws_each_agent(run, tmp_path):
+    status, _, commands = run("9x9 dpt,ad 0,1")
+    assert status == 0
+    acts, config = "tools.evaluate exorl", "train.py --config=configs/icrl_dark_room.py"
+    made = "tools.make_dark_room --room"
+    dpt, ad = f"{config}:9x9/dpt", f"{config}:9x9/ad"
+    seed = [dpt, acts, acts, ad, acts]
+    # Data are made once, the explorer's and the imitators'.
+    expected = [made, *seed[:3], made, *seed[3:], *seed, "tools.figures returns"]
+    begin = [" ".join(line.removeprefix("-m ").split()[:2]) for line in commands]
+    assert begin == expected
+    acted = [line for line in commands if acts in line]
+    assert ["--window 20" in x for x in acted] == ["9x9/ad" in x for x in acted]
+    drawn = [
+        f"{tmp_path}/out/{n}.json" for n in ("dpt_0", "dpt_0_read", "ad_0", "dpt_1")
+    ]
+    assert commands[-1].startswith(f"-m tools.figures returns {' '.join(drawn)}")
+    # What is there is kept, and said so.
+    status, said, commands = run("9x9 dpt,ad 0,1")
+    assert status == 0 and len(commands) == 1 and "tools.figures" in commands[0]
+    assert f"{tmp_path}/out/dpt_1.json is there, and is kept" in said
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("9x9 bc", "WHERE AGENTS SEEDS"), ("8x8 bc 0", "8x8 is none of 10x10, 9x9, cart")],
+)
+def test_bad_input_is_refused_before_anything_is_made(run, tmp_path, words, said):
+    status, error, commands = run(words)
+    assert status == 1 and said in error and not commands
+    assert not (tmp_path / "out").exists()
