@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -244,24 +245,13 @@ def training(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(DIRECTORY / name / "training.npz"))
 
 
-class Tensors(dict[str, np.ndarray]):
-    """In the place of files."""
-
-    def read(self, name: str, index: Any) -> np.ndarray:
-        return self[name][index]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self.items()}
-
-
 def adapters_of(name: str, when: str, run: Run) -> Any:
     """PEFT's, before or after training."""
-    start = f"{when}."
     found = training(name).items()
-    tensors = {n.removeprefix(start): x for n, x in found if n.startswith(start)}
-    weights = adapters.weights_of(run.model)
-    return load(Tensors(tensors), weights, run.model, run.partition)
+    tensors = {n.removeprefix(f"{when}."): x for n, x in found if n.startswith(when)}
+    files = SimpleNamespace(read=lambda name, index: tensors[name][index])
+    files.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return load(files, adapters.weights_of(run.model), run.model, run.partition)
 
 
 @pytest.mark.thorough

@@ -213,6 +213,13 @@ def test_temperature_is_that_of_what_is_drawn():
         np.testing.assert_allclose(choose(logits).mean(axis=0), want, atol=0.01)
     actions = np.array([[0.3, -0.2]])
     assert choice(Actions("continuous", 2, 2))(actions) is actions
+    # Of binned actions, number by number.
+    shares = np.array([[0.5, 0.0, 0.5], [0.1, 0.2, 0.7]])  # (A, K)
+    logits = np.log(np.maximum(shares, 1e-9)).reshape(1, -1)
+    drawn = choice(Actions("binned", 2, 3))(np.tile(logits, (20_000, 1)))
+    found = (drawn[..., None] == [-1, 0, 1]).mean(axis=0)
+    np.testing.assert_allclose(found, shares, atol=0.01)
+    assert choice(Actions("binned", 2, 3), 0)(logits).tolist()[0][1] == 1
 
 
 def test_noise_may_be_held_for_several_actions():
@@ -224,16 +231,6 @@ def test_noise_may_be_held_for_several_actions():
     sure = np.eye(4)[[2]].repeat(500, axis=0) * 100
     assert (choose(np.zeros((500, 4))).argmax(-1) != 2).any()
     assert (choose(sure).argmax(-1) == 2).all()
-
-
-def test_binned_actions_are_drawn_number_by_number():
-    shares = np.array([[0.5, 0.0, 0.5], [0.1, 0.2, 0.7]])  # (A, K)
-    logits = np.log(np.maximum(shares, 1e-9)).reshape(1, -1)
-    drawn = choice(Actions("binned", 2, 3))(np.tile(logits, (20_000, 1)))
-    assert drawn.shape == (20_000, 2)
-    found = (drawn[..., None] == [-1, 0, 1]).mean(axis=0)
-    np.testing.assert_allclose(found, shares, atol=0.01)
-    assert choice(Actions("binned", 2, 3), 0)(logits).tolist()[0][1] == 1
 
 
 def test_an_empty_context_begins_anew_with_every_episode(agent, file):

@@ -13,8 +13,8 @@ from kernels.backends.block_sizes import BlockSizes
 from tests.cases.attention import LAYOUTS, MASKS
 from tools import bench_kernels, bench_ring, bench_train
 from tools.lib.benchmarks import peers, rings, rows
-from tools.lib.benchmarks.peers import Runs
-from tools.lib.benchmarks.problems import Problem
+from tools.lib.benchmarks.peers import Runs, jax_runs
+from tools.lib.benchmarks.problems import Operands, Problem
 from tools.lib.benchmarks.rings import GRADED, RingProblem
 from tools.lib.benchmarks.rows import Environment, peak_share
 from tools.lib.benchmarks.work import tiles_per_step
@@ -62,6 +62,17 @@ def test_an_error_is_seen():
     runs = Runs(lambda: (jnp.ones((2, 3)).at[0, 0].set(2.0),), None)
     found = bench_kernels.largest_error(runs, "forward", truth)
     assert found == pytest.approx(6**-0.5)
+
+
+def test_a_backward_run_gives_the_gradients_of_the_forward_run():
+    x = jax.random.normal(jax.random.key(0), (4, 1, 8, 2, 4))
+    runs = jax_runs(lambda q, k, v: q * k + v, Operands(*x))
+    for got, want in zip(
+        (*runs.forward(), *runs.backward()),
+        (x[0] * x[1] + x[2], x[3] * x[1], x[3] * x[0], x[3]),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.thorough

@@ -171,10 +171,8 @@ def test_prompts_begin_as_the_documents_of_the_corpus(tmp_path):
         corpus = tmp_path / f"corpus{len(begin)}"
         before = copy(tokenizer)
         before.begin_of_document = begin
-        inputs = [tmp_path / "text.txt", tmp_path / "other.txt"]
-        prepare(inputs, corpus, before)
-        written = corpus / "tokenizer_config.json"
-        written.write_text(json.dumps(config))
+        prepare([tmp_path / "text.txt", tmp_path / "other.txt"], corpus, before)
+        (corpus / "tokenizer_config.json").write_text(json.dumps(config))
         stub, fields = Stub([]), small_config(corpus, tmp_path)
         writer = Writer(stub, find_tokenizer(fields, None), max_tokens=9, seed=0)
         assert list(writer.write(None, "the mat")) == [""]
@@ -188,9 +186,8 @@ def test_imported_weights_want_their_tokenizer_named(tmp_path):
         config = small_config("", tmp_path, model__vocab_size=vocab_size)
         assert find_tokenizer(config, None).name == "bytes"
     config = small_config("", tmp_path, model__vocab_size=304)
-    with pytest.raises(
-        ValueError, match="vocab_size=304 is not .*came in .--tokenizer"
-    ):
+    said = "vocab_size=304 is not .*came in .--tokenizer"
+    with pytest.raises(ValueError, match=said):
         find_tokenizer(config, None)
     assert find_tokenizer(config, "bytes").name == "bytes"
 
@@ -248,17 +245,15 @@ def test_texts_are_drawn_as_the_model_says_or_the_options(tmp_path):
     none = argparse.Namespace(temperature=None, top_k=None, top_p=None)
     some = argparse.Namespace(temperature=0.0, top_k=None, top_p=1.0)
     (tmp_path / "copy").mkdir()  # as in a corpus
-    written = write_tokenizer(tmp_path / "copy", tokenizer)
-    copied = open_tokenizer(f"{tmp_path}/copy/{written}")
+    copied = f"{tmp_path}/copy/{write_tokenizer(tmp_path / 'copy', tokenizer)}"
     for options, drawn_by, expected in (
         (none, tokenizer, (0.6, 20, 0.95)),
-        (none, copied, (0.6, 20, 0.95)),
+        (none, open_tokenizer(copied), (0.6, 20, 0.95)),
         (some, tokenizer, (0.0, 20, 1.0)),
         (none, ByteTokenizer(), (1.0, 0, 1.0)),
     ):
-        assert find_sampling(options, drawn_by) == Sampling(
-            *expected, allowed_tokens=drawn_by.vocab_size
-        )
+        found = find_sampling(options, drawn_by)
+        assert found == Sampling(*expected, allowed_tokens=drawn_by.vocab_size)
     (tmp_path / "generation_config.json").write_text('{"top_p": "high"}')
     with pytest.raises(ValueError, match="generation_config.json has top_p 'high'"):
         find_sampling(none, tokenizer)

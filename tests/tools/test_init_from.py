@@ -71,8 +71,8 @@ def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OTHER = {"model__num_layers": 3, "model__rope_theta": 500.0}
-MAY = {"may_change": ("rope_theta", "num_layers")}
 FIELDS_SAID = "num_layers: saved 2, this run 3.*rope_theta: saved 10000.0, this run 500"
+MAY = {"may_change": ("rope_theta", "num_layers")}
 BAD = [
     (OTHER, rf"(?s)step 2 of .*trained\d+ belong to another model.*{FIELDS_SAID}"),
     (OTHER | MAY, r"params.layers.*float32\[2.*float32\[3"),

@@ -60,43 +60,32 @@ def test_two_plans_stand_side_by_side_with_their_differences():
         PLAN, memory=memory, estimate=faster, collectives=(RING, REDUCED)
     )
     lines = compare(("old", "new"), (PLAN, plan))
-    found = {
-        line[0]: line[1:] for line in (re.split(r"\s{2,}", x.strip()) for x in lines)
-    }
-    assert found["peak memory of a device"] == ["6.50 GiB", "7.00 GiB", "+512.00 MiB"]
-    sent = found["exposed bytes of collectives"]
-    assert sent == ["96.00 GiB", "80.00 GiB", "-16.00 GiB"]
-    kernels = found["A attention kernels"]
-    assert kernels == ["4,958.2 s", "2,458.2 s", "-2,500.0 s"]
-    assert found["P matrix products"] == ["18.7 s", "18.7 s", "same"]
-    assert found["step, at least"] == ["5,505.0 s", "2,755.0 s", "-2,750.0 s"]
-    assert found["MFU at most"] == ["35.5%", "71.0%", "+35.5%"]
-    # The bars are of one scale.
-    lengths = [len(line.split()[-1]) for line in lines[-2:]]
-    assert lengths == [72, round(72 * faster.step / PLAN.estimate.step)]
-
-
-def test_a_plan_that_was_written_is_read(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(PLAN.row()))
-    assert Plan.read(path) == PLAN
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    for expected in (
+        ["peak memory of a device", "6.50 GiB", "7.00 GiB", "+512.00 MiB"],
+        ["exposed bytes of collectives", "96.00 GiB", "80.00 GiB", "-16.00 GiB"],
+        ["A attention kernels", "4,958.2 s", "2,458.2 s", "-2,500.0 s"],
+        ["P matrix products", "18.7 s", "18.7 s", "same"],
+        ["step, at least", "5,505.0 s", "2,755.0 s", "-2,750.0 s"],
+        ["MFU at most", "35.5%", "71.0%", "+35.5%"],
+    ):
+        assert expected in rows
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda row: row.pop("memory"), "got KeyError: 'memory': plan it again"),
         (lambda row: row["estimate"].pop("elementwise"), "KeyError: 'elementwise'"),
         (lambda row: row.update(devices="many"), "'many' where int should be"),
-        (lambda row: row.update(remat=3), "3 where str should be"),
         (lambda row: row.update(mesh=[4]), "TypeError"),
         (lambda row: row["estimate"].update(attention=-1e9), "a step of -9"),
     ],
 )
-def test_what_is_no_plan_is_refused(change, message, tmp_path):
-    value = json.loads(json.dumps(PLAN.row()))
+def test_a_plan_that_was_written_is_read_and_none_is_refused(change, message, tmp_path):
+    path, value = tmp_path / "plan.json", json.loads(json.dumps(PLAN.row()))
+    path.write_text(json.dumps(value))
+    assert Plan.read(path) == PLAN
     change(value)
-    path = tmp_path / "plan.json"
     path.write_text(json.dumps(value))
     with pytest.raises(ValueError, match=f"plan.json must be a plan .*{message}"):
         Plan.read(path)

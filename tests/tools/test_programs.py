@@ -63,18 +63,6 @@ def test_the_readme_has_a_line_for_each_program():
     assert sorted(lines) == NAMES
 
 
-def test_no_test_of_the_library_needs_a_tool_but_for_compilers():
-    root = Path(__file__).parents[1]
-    files = [
-        path
-        for folder in ("kernels", "models", "data", "training", "survival")
-        for path in (root / folder).rglob("*.py")
-    ]
-    assert len(files) > 50
-    needs = re.compile(r"^\s*(from|import) tools\b(?!\.lib\.compiled)", re.M)
-    assert [path for path in files if needs.search(path.read_text())] == []
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_command_line_is_one_line_and_writes_nothing(
     case: str,

@@ -35,9 +35,8 @@ def count(draft: Prompt | str) -> int:
 
 # Made-up files for tasks that need some: those that the fixture was made with.
 
-WORDS = (
-    "amber birch cedar delta ember fjord grove heath inlet juniper kelp larch".split()
-)
+WORDS = "amber birch cedar delta ember fjord grove heath inlet juniper kelp larch"
+WORDS = WORDS.split()
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -47,9 +46,8 @@ def words(rng: random.Random, count: int) -> str:
 def essays() -> str:
     """Returns 3000 words or so, in sentences."""
     rng = random.Random(1)
-    return "\n\n".join(
-        f"{words(rng, rng.randint(3, 12)).capitalize()}." for _ in range(400)
-    )
+    made = (words(rng, rng.randint(3, 12)).capitalize() for _ in range(400))
+    return "\n\n".join(f"{sentence}." for sentence in made)
 
 
 def squad() -> dict[str, Any]:
@@ -92,11 +90,8 @@ def sources(tmp_path, monkeypatch) -> Sources:
     made["hotpotqa.json"] = hotpotqa()
     for name, content in made.items():
         (tmp_path / name).write_text(json.dumps(content))
-    return Sources(
-        haystack=tmp_path / ESSAYS,
-        squad=tmp_path / "squad.json",
-        hotpotqa=tmp_path / "hotpotqa.json",
-    )
+    haystack, squad_file, hotpotqa_file = (tmp_path / name for name in made)
+    return Sources(haystack=haystack, squad=squad_file, hotpotqa=hotpotqa_file)
 
 
 def ids(row) -> str:
@@ -145,22 +140,17 @@ def test_prompts_fit_and_hold_their_answers(task, sources):
             assert all(answer in prompt.input for answer in prompt.outputs)
 
 
-@pytest.mark.parametrize("task", [name for name in TASKS if name != "fwe"])
+@pytest.mark.parametrize("task", TASKS)
 def test_a_length_that_nothing_fits_is_refused_with_one_that_does(task, sources):
     def first(length: int):
         room = Room(length, TASKS[task].tokens, count)
         return next(TASKS[task].make(SEED, sources).prompts(room, 1))
 
-    with pytest.raises(ValueError, match="60 tokens are too few") as error:
+    with pytest.raises(ValueError, match="60 tokens") as error:
         first(60)
-    wanted = int(re.search(r"take (\d+)", str(error.value)).group(1))
+    wanted = int(re.search(r"(?:take|least) (\d+)", str(error.value)).group(1))
     if task != "vt":  # of its example alone
         assert first(wanted + 40).length <= wanted + 40
-
-
-def test_four_coded_words_take_a_length():
-    with pytest.raises(ValueError, match="249 tokens.*at least 250"):
-        next(TASKS["fwe"].make(SEED, Sources()).prompts(Room(249, 50, count), 1))
 
 
 def test_long_lists_of_words_need_the_longer_list(tmp_path):
