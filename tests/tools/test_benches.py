@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from tools.lib.benchmarks.rows import Environment, peak_share
 from tools.lib.benchmarks.work import tiles_per_step
 
 TOLERANCE = 1e-5
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def environment(device_kind: str, device_count: int) -> Environment:
@@ -146,32 +148,11 @@ def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     assert (row["length"], row["error_length"], row["error_dk"]) == (256, 32, 0)
 
 
-# A Python whose `original_process.py` is the reference here.
-STAND_IN = """#!{python}
-import json, os, pathlib, sys
-sys.path.append(os.getcwd())
-import jax, numpy as np
-from kernels import attention, masks
-script, directory, devices, chunk = sys.argv[1:]
-assert devices == "2" and script.endswith("original_process.py")
-problem = np.load(pathlib.Path(directory, "problem.npz"))
-visible = masks.documents(problem["segments"][0])
-options = dict(visible=visible, implementation="reference")
-q, k, v, d_out = (problem[name] for name in ("q", "k", "v", "d_out"))
-out, pull = jax.vjp(lambda *x: attention(*x, **options), q, k, v)
-answer = dict(zip(("out", "dq", "dk", "dv"), (out, *pull(d_out))))
-versions = dict(ringattention="0.1.2")
-print(json.dumps(dict(compile_seconds=1.5, versions=versions)), flush=True)
-for number, line in enumerate(sys.stdin):
-    print(json.dumps(dict(wall=8.0 + number, cpu=16.0 + number)), flush=True)
-np.savez(pathlib.Path(directory, "answer.npz"), **answer)
-"""
-
-
 @pytest.mark.thorough
 def test_the_original_has_rows_beside_ours(measure, tmp_path):
-    path = tmp_path / "python"
-    path.write_text(STAND_IN.format(python=sys.executable))
+    # A Python whose `original_process.py` is the reference here.
+    script, path = FIXTURES / "original_ring.txt", tmp_path / "python"
+    path.write_text(script.read_text().format(python=sys.executable))
     path.chmod(0o755)
     sizes = "--length 64 --layouts striped --mask documents --chunks 8 --repeats 2"
     ours, peer = measure(*sizes.split(), "--beside", str(path))

