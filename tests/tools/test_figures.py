@@ -15,12 +15,8 @@ from tools.lib.figures.bars import bars
 from tools.lib.figures.curves import agent, bounds, read_returns, returns
 from tools.lib.figures.grids import heat_maps, work_per_step
 from tools.lib.papers import contexts as paper_contexts
+from tools.lib.papers import formulas
 from tools.lib.papers.contexts import TARGETS
-from tools.lib.papers.formulas import (
-    SmallestBlock,
-    dataset_flops_ratio,
-    largest_attention_speed_up,
-)
 from training import chips
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
@@ -179,18 +175,18 @@ def test_smallest_blocks_are_those_of_table_2():
     for name in ("A100 80GB", "A100 over InfiniBand", "TPU v4"):
         found = [rows[name][column] / 1024 for column in ("block", "sequence")]
         assert found == pytest.approx(rows[name]["paper"], rel=0.05)
-    v4 = SmallestBlock.of(chips.find("TPU v4"))
+    v4 = formulas.SmallestBlock.of(chips.find("TPU v4"))
     assert v4.block == pytest.approx(275e12 / 45e9)
     assert v4.sequence == 6 * v4.block
-    assert dataset_flops_ratio(4096, 4096, 4096) == 1
-    assert dataset_flops_ratio(1000, 12_000, 6_000) == 1.5
+    assert formulas.dataset_flops_ratio(4096, 4096, 4096) == 1
+    assert formulas.dataset_flops_ratio(1000, 12_000, 6_000) == 1.5
 
 
 @pytest.mark.parametrize("ring, limit", [(1, 1), (2, 1.5), (4, 1.75), (8, 1.875)])
 def test_striping_gains_most_without_tiles(ring, limit):
-    assert largest_attention_speed_up(ring) == pytest.approx(limit)
-    assert largest_attention_speed_up(ring, tiles=1) == 1
-    assert largest_attention_speed_up(ring, tiles=16) <= limit
+    assert formulas.largest_attention_speed_up(ring) == pytest.approx(limit)
+    assert formulas.largest_attention_speed_up(ring, tiles=1) == 1
+    assert formulas.largest_attention_speed_up(ring, tiles=16) <= limit
 
 
 def keep(folder, target, row, remat="nothing"):

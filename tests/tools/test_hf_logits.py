@@ -69,20 +69,11 @@ WINDOWED, FULL = 0, 1
 def record() -> DecoderConfig:
     """The layers' sizes, from config.json, and parts, which gpt-oss always has."""
     fields = hf_models.fields(GPT_OSS)
-    return DecoderConfig(
-        hidden_size=fields["hidden_size"],
-        feed_forward_size=1,
-        num_layers=2,
-        num_heads=fields["num_attention_heads"],
-        num_kv_heads=fields["num_key_value_heads"],
-        head_dim=fields["head_dim"],
-        layer_pattern="wf",
-        window=fields["sliding_window"],
-        attention_sinks=True,
-        qkv_bias=True,
-        output_bias=True,
-        **read_rope(fields, 150_000.0),
-    )
+    heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    parts = {"layer_pattern": "wf", "window": fields["sliding_window"]}
+    parts |= dict.fromkeys(("attention_sinks", "qkv_bias", "output_bias"), True)
+    sizes = fields["hidden_size"], 1, 2, *heads, fields["head_dim"]
+    return DecoderConfig(*sizes, **parts, **read_rope(fields, 150_000.0))
 
 
 def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> Any:
@@ -98,12 +89,11 @@ def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> An
                 stored = files.read(name, (slice(None),) * len(files.shapes[name]))
                 parameter[...] = weight.from_stored(stored, parameter[...].shape)
     layout, kind = LAYOUTS[layout_name], config.kinds[layer]
-    visible = (
-        masks.causal() & masks.window(kind.window) if kind.window else masks.causal()
-    )
-    attend = make_ring_attention(
-        partition.mesh, layout=layout, implementation="reference"
-    )
+    visible = masks.causal()
+    if kind.window:
+        visible &= masks.window(kind.window)
+    options = {"layout": layout, "implementation": "reference"}
+    attend = make_ring_attention(partition.mesh, **options)
     attend = functools.partial(attend, visible=visible)
 
     @jax.jit

@@ -72,7 +72,7 @@ def agent_step(system: str, trajectories: int) -> Step:
     """On one v5e or a ring of 8."""
     name, pod = f"configs/exorl_at.py:{trajectories}", aot_pod("v5e:2x4")
     devices = 8 if system in ("ring", "striped") else 1
-    flags = [f"--config.attention={system}", f"--config.mesh.ring={devices}"]
+    flags = f"--config.attention={system}", f"--config.mesh.ring={devices}"
     return Step.of(read_config([f"--config={name}", *flags]), pod.first(devices))
 
 
@@ -82,7 +82,7 @@ def test_agents_are_planned_by_their_task(system, devices):
     assert step.run.num_parameters == 303_503_366
     assert math.prod(step.run.partition.sizes.values()) == devices
     layers, tokens = 24, 128_000
-    products = layers * 4 * 1024**2 + layers * 3 * 1024 * 2736
+    products = layers * (4 * 1024**2 + 3 * 1024 * 2736)
     pairs = tokens * (tokens + 1) / 2
     model_flops = 6 * products * tokens + 12 * layers * 1024 * pairs
     assert step.work().model_flops == pytest.approx(model_flops)
