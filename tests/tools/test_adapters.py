@@ -1,7 +1,6 @@
 """Adapters against PEFT's: in and out, logits, losses of training, and faults named."""
 
 import dataclasses
-import functools
 import json
 import re
 import shutil
@@ -240,14 +239,9 @@ class Run:
         return jax.device_put(Batch(*ordered), sharding)
 
 
-@functools.cache
-def training(name: str) -> dict[str, np.ndarray]:
-    return dict(np.load(DIRECTORY / name / "training.npz"))
-
-
 def adapters_of(name: str, when: str, run: Run) -> Any:
     """PEFT's, before or after training."""
-    found = training(name).items()
+    found = np.load(DIRECTORY / name / "training.npz").items()
     tensors = {n.removeprefix(f"{when}."): x for n, x in found if n.startswith(when)}
     files = SimpleNamespace(read=lambda name, index: tensors[name][index])
     files.shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -267,7 +261,8 @@ def adapters_of(name: str, when: str, run: Run) -> Any:
     ],
 )
 def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
-    run, wanted = Run(name, shape, **fields), training(name)
+    run = Run(name, shape, **fields)
+    wanted = np.load(DIRECTORY / name / "training.npz")
     start = adapters_of(name, "initial", run)
     losses, last = run.train(start, wanted["tokens"])
     np.testing.assert_allclose(losses, wanted["losses"], rtol=1e-5)

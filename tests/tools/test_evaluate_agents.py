@@ -249,22 +249,13 @@ def test_the_oracle_swings_a_cart_pole_up_and_chance_does_not(tmp_path):
 
 # The one command of agents in context: what it runs, what it keeps and refuses.
 
-# Stands for Python: notes its arguments, and writes what comes behind --output.
-STUB = """#!/usr/bin/env bash
-echo "$*" >>"$(dirname "$0")/ran"
-while [ $# -gt 1 ]; do
-    [ "$1" != --output ] || { mkdir -p "$(dirname "$2")" && touch "$2"; }
-    shift
-done
-"""
-
 
 @pytest.fixture
 def run(tmp_path: Path):
     """Runs the script in a folder: its exit status, what it said, and what it ran."""
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools/in_context.sh", tmp_path / "tools")
-    (tmp_path / "stub").write_text(STUB)
+    shutil.copy(ROOT / "tests/fixtures/python_stub.sh", tmp_path / "stub")
     (tmp_path / "stub").chmod(0o755)
 
     def start(words: str) -> tuple[int, str, list[str]]:

@@ -1,7 +1,7 @@
 """Runs that begin with the parameters of another one, or with imported ones."""
 
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -60,16 +60,6 @@ def test_a_run_begins_with_imported_parameters_and_a_fresh_optimizer(
     assert "resuming from step 2" in run.said
 
 
-@pytest.fixture
-def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test where the trainer makes a program, however small."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("bad input was not refused before jax.jit")
-
-    monkeypatch.setattr(jax, "jit", refuse)
-
-
 OTHER = {"model__num_layers": 3, "model__rope_theta": 500.0}
 FIELDS_SAID = "num_layers: saved 2, this run 3.*rope_theta: saved 10000.0, this run 500"
 MAY = {"may_change": ("rope_theta", "num_layers")}
@@ -80,11 +70,11 @@ BAD = [
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.parametrize(("changes", "complaint"), BAD)
 def test_parameters_that_cannot_be_begun_with_are_refused_before_compiling(
-    corpus, trained, tmp_path, changes, complaint
+    corpus, trained, tmp_path, monkeypatch, changes, complaint
 ):
-    source = trained.workdir
+    error = AssertionError("bad input was not refused before jax.jit")
+    monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=error))
     with pytest.raises(ValueError, match=complaint):
-        Run(corpus, tmp_path, **FIELDS).train(init_from=str(source), **changes)
+        Run(corpus, tmp_path, **FIELDS).train(init_from=str(trained.workdir), **changes)
