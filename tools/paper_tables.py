@@ -34,7 +34,6 @@ from tools.lib.papers.formulas import (
     largest_attention_speed_up,
     largest_speed_up,
 )
-from tools.lib.planning.progress import progress
 from training.chips import CHIPS
 
 MIB, GIB = 2**20, 2**30
@@ -214,10 +213,10 @@ def compile_memory(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Writes rows of memory into a file of results/tpu/, as they are compiled."""
     environment = dataclasses.asdict(Environment.now("TPU v4", 0))
     value: dict[str, Any] = {"environment": environment, "rows": []}
-    with progress(f"compiling the rows of {path.name}", sys.stderr):
-        for row in rows:
-            value["rows"].append(row)
-            write_json(path, value)
+    print(f"compiling the rows of {path.name}", file=sys.stderr, flush=True)
+    for row in rows:
+        value["rows"].append(row)
+        write_json(path, value)
 
 
 def compile_contexts(results: Path, only: Iterable[str]) -> None:
@@ -227,8 +226,8 @@ def compile_contexts(results: Path, only: Iterable[str]) -> None:
         for remat in paper_contexts.MULTIPLES:
             name = target.name(remat)
             if not wanted or name in wanted:
-                with progress(f"compiling {name}", sys.stderr):
-                    paper_contexts.compile_row(target, remat, results / CONTEXTS)
+                print(f"compiling {name}", file=sys.stderr, flush=True)
+                paper_contexts.compile_row(target, remat, results / CONTEXTS)
                 (row,) = (
                     row
                     for row in paper_contexts.rows(results / CONTEXTS, [target])

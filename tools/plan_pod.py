@@ -46,12 +46,9 @@ from tasks.task import make_run
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
 from tools.lib.files import write_json
-from tools.lib.planning.largest import Search, Try
-from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import Plan
-from tools.lib.planning.progress import progress
-from tools.lib.planning.step import Step, check
+from tools.lib.planning.step import SPARE_SHARE, Search, Step, Try, check
 from tools.lib.planning.text import compare, describe, describe_meshes, size
 
 LEAST_STEP = 256
@@ -64,7 +61,7 @@ MOST_MESHES = 12
 def compiled_plan(
     config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int, ...] = ()
 ) -> Plan:
-    """Compiles the plan of a config; reports its progress on the standard error.
+    """Compiles the plan of a config; says so on the standard error.
 
     documents: lengths of those packed in a row, repeated; none for one document.
 
@@ -76,8 +73,8 @@ def compiled_plan(
     rows, columns = config.data.batch_rows, config.data.context_tokens
     devices = f"{len(pod.devices)} x {pod.devices[0].device_kind} ({pod.topology})"
     what = f"compiling a step of {rows} x {columns:,} tokens for {devices}"
-    with progress(what, sys.stderr):
-        return Plan.of(step)
+    print(what, file=sys.stderr, flush=True)
+    return Plan.of(step)
 
 
 def find_max_context(

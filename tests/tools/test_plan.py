@@ -18,11 +18,9 @@ from tools import plan_pod
 from tools.lib.compiled import pods
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.pods import TooLarge, aot_pod
-from tools.lib.planning.largest import TOLERANCE
-from tools.lib.planning.memory import Memory, peak_bytes
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.roofline import Roofline
-from tools.lib.planning.step import Step
+from tools.lib.planning.step import TOLERANCE, Memory, Step, peak_bytes
 from tools.lib.planning.text import compare, describe
 from tools.plan_pod import read_config
 

@@ -1,21 +1,24 @@
 """Tables of plans, the search for the largest step, and plans on whole pods."""
 
 import dataclasses
-import io
 import json
 import math
 import re
-import threading
 
 import pytest
 
 from tools.lib.compiled.pods import TooLarge, aot_pod
 from tools.lib.planning.estimate import Estimate
-from tools.lib.planning.largest import TOLERANCE, Search, Try
-from tools.lib.planning.memory import SPARE_SHARE, Memory, peak_bytes
 from tools.lib.planning.plan import Kind, Plan, Transfers
-from tools.lib.planning.progress import progress
-from tools.lib.planning.step import Step
+from tools.lib.planning.step import (
+    SPARE_SHARE,
+    TOLERANCE,
+    Memory,
+    Search,
+    Step,
+    Try,
+    peak_bytes,
+)
 from tools.lib.planning.text import compare, describe, seconds
 from tools.plan_pod import read_config
 from training.metrics import StepWork
@@ -179,16 +182,6 @@ def test_layers_are_counted_to_the_last_one_from_what_is_known_of_none(layers, f
     best = sizes.best(tries)
     assert best is not None and best.size == layers and len(tries) <= 6
     assert all(one.size <= 32 for one in tries)
-
-
-def test_an_error_ends_what_is_told_of_its_progress():
-    stream = io.StringIO()
-    stream.isatty = lambda: True
-    told = progress("compiling", stream, every=(0.001, 0.001))
-    with pytest.raises(ValueError, match="too large"), told:
-        raise ValueError("too large")
-    assert stream.getvalue().endswith("\r\x1b[K")
-    assert not [one for one in threading.enumerate() if "(report)" in one.name]
 
 
 # Plans of models on whole pods, and of the agents of Ring Attention's table 5.

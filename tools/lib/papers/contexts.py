@@ -17,7 +17,7 @@ from typing import Any
 
 from data.json_text import parse_json
 from tools.lib.files import write_json
-from tools.lib.planning.memory import SPARE_SHARE
+from tools.lib.planning.step import SPARE_SHARE
 
 ROOT = Path(__file__).resolve().parents[3]
 MULTIPLES = {"nothing": 4, "offload": 8}

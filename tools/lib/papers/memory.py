@@ -11,8 +11,7 @@ import ml_collections
 from configs import base as base_config
 from configs import models
 from tools.lib.compiled.pods import aot_pod
-from tools.lib.planning.memory import peak_bytes
-from tools.lib.planning.step import Step
+from tools.lib.planning.step import Step, peak_bytes
 
 TOKENS_OF_A_DEVICE = 8192, 16384
 """While the ring grows."""

@@ -29,7 +29,7 @@ from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.clock import Ring
 from tools.lib.planning.estimate import bytes_per_second, ring_passes
-from tools.lib.planning.memory import SPARE_SHARE, device_bytes, saved_bytes
+from tools.lib.planning.step import SPARE_SHARE, device_bytes, saved_bytes
 from training.chips import Chip
 from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
 

@@ -20,9 +20,8 @@ from tools.lib.planning.estimate import (
     estimate,
     synchronous_seconds,
 )
-from tools.lib.planning.memory import Memory
 from tools.lib.planning.roofline import Roofline
-from tools.lib.planning.step import Step
+from tools.lib.planning.step import Memory, Step
 from training.chips import Chip
 from training.metrics import StepWork
 

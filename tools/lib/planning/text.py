@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
 from tools.lib.planning.estimate import Estimate, bytes_per_second
-from tools.lib.planning.memory import SPARE_SHARE
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
+from tools.lib.planning.step import SPARE_SHARE
 from training.chips import Chip
 from training.mesh import MESH_AXES
 
