@@ -229,7 +229,6 @@ def test_more_than_half_is_refused_by_kind():
     for number in range(5):
         found.add(BadRow(f"f[{number}]", TAGS if number < 4 else SPECIAL))
     check_markup(found, 8)
-    with pytest.raises(
-        ValueError, match=r"^4 of 7 documents .*HTML.* as f\[0\], .*--k"
-    ):
+    match = r"^4 of 7 documents .*HTML.* as f\[0\], .*--k"
+    with pytest.raises(ValueError, match=match):
         check_markup(found, 7)
