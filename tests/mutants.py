@@ -172,27 +172,12 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Returns pytest's exit code, 0 where it takes too long, and what fails first."""
     set_to = "JAX_PLATFORMS=cpu", "OPENBLAS_NUM_THREADS=1", "PYTHONDONTWRITEBYTECODE=1"
     options = "-xq", "-p", "no:cacheprovider", "--timeout=100", "--tb=line"
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
-        names.write("\n".join(tests))
-        names.flush()
-        try:
-            done = subprocess.run(
-                [
-                    "env",
-                    *set_to,
-                    sys.executable,
-                    "-mpytest",
-                    *options,
-                    f"@{names.name}",
-                ],
-                cwd=tree,
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                timeout=LIMIT,
-            )
-        except subprocess.TimeoutExpired:
-            return 0, ""
+    command = "env", *set_to, sys.executable, "-mpytest", *options, *tests
+    piped = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    try:
+        done = subprocess.run(command, cwd=tree, timeout=LIMIT, **piped)
+    except subprocess.TimeoutExpired:
+        return 0, ""
     lines = done.stdout.splitlines() or [done.stderr[-200:]]
     marks = "FAILED", "ERROR", "Interrupted", "Timeout"
     return done.returncode, next((x for x in lines if x.startswith(marks)), lines[-1])

@@ -121,10 +121,7 @@ INLINE = list(dict.fromkeys(c for page in LIVING for c in page.inline_commands()
 
 
 def parser_of(program: str, arguments: list[str]) -> tuple[ArgumentParser, list[str]]:
-    """Returns the parser of a module in tools/, and what it is given to parse.
-
-    Of a subcommand with a parser of its own, those.
-    """
+    """Returns the parser of a module, or of its subcommand, and what it is given."""
     main = importlib.import_module(program).main
     patch = mock.patch.object(ArgumentParser, "parse_known_args", autospec=True)
     with patch as parse, pytest.raises(LookupError):

@@ -32,20 +32,15 @@ def nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(jax, "jit", mock.Mock(side_effect=error))
 
 
-def refusal(config: Any) -> str:
-    """What `train` says of a config."""
-    with pytest.raises((ValueError, OSError)) as caught:
-        train.train(config, lambda line: None)
-    return str(caught.value)
-
-
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.parametrize("row", lines("bad_configs.txt"))
 def test_a_bad_config_is_refused(corpus, tmp_path, row):
     fields, parts = row.split(" => ")
     flags = [f"--config.{field}" for field in fields.split()]
     config = read_config([*small_flags(corpus, tmp_path / "run"), *flags])
-    message = refusal(config)
+    with pytest.raises((ValueError, OSError)) as caught:
+        train.train(config, lambda line: None)
+    message = str(caught.value)
     assert all(part in message for part in parts.split(" | ")), message
     assert not (tmp_path / "run").exists()
 
@@ -138,11 +133,10 @@ def changes(said: list[str]) -> list[str]:
     return [x.removeprefix(beginning) for x in said if x.startswith(beginning)]
 
 
-PINNED = [("seed", 0, 1), ("data.rows", "packed", "documents")]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "before", "now"), PINNED)
+@pytest.mark.parametrize(
+    "name, before, now", [("seed", 0, 1), ("data.rows", "packed", "documents")]
+)
 def test_what_says_which_data_are_read_is_refused_unless_allowed(
     corpus, tmp_path, name, before, now
 ):

@@ -37,19 +37,8 @@ def file(tmp_path_factory):
 
 
 def config_in(workdir: Path, file: TrajectoryFile, **overrides: Any) -> Any:
-    fields = {
-        "workdir": str(workdir),
-        "data__trajectories": str(file.directory),
-        "mesh__fsdp": 2,
-        "mesh__ring": 4,
-        "optimizer__warmup_steps": 2,
-        "optimizer__peak_lr": 1e-2,
-        "train__steps": STEPS,
-        "train__log_every_steps": 1,
-        "train__validate_every_steps": MIDDLE,
-        "checkpoint__save_every_steps": MIDDLE,
-        "checkpoint__keep": 2,
-    }
+    fields = dict(table("runs.txt", "exorl"))
+    fields |= {"workdir": str(workdir), "data__trajectories": str(file.directory)}
     return config_of(**fields | overrides)
 
 
@@ -147,11 +136,8 @@ def test_the_best_episodes_are_chosen_among_those_trained_on(file):
     assert file.returns[best].min() > file.returns[others].max()
 
 
-REFUSALS = table("runs.txt", "agents")
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize(("field", "value", "match"), REFUSALS)
+@pytest.mark.parametrize("field, value, match", table("runs.txt", "agents"))
 def test_bad_configs_are_refused_before_anything_is_made(
     file, tmp_path, field, value, match, monkeypatch
 ):

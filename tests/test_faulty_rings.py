@@ -100,8 +100,7 @@ def losses(model: RingModel, rows: HardRows, _: Any) -> None:
 
 
 def means(model: RingModel, rows: HardRows, _: Any) -> None:
-    wanted = mean_loss(truth(model, rows), rows.read(model.length))
-    assert_means(model, rows, wanted)
+    assert_means(model, rows, mean_loss(truth(model, rows), rows.read(model.length)))
 
 
 MISMATCH = "Mismatched elements"

@@ -10,24 +10,16 @@ from ml_collections import ConfigDict
 
 import train
 from configs import grow_context, line_retrieval
+from tests.cases import table
 from tests.processes import run_program
-from tests.runs import SMALL, files
-from training.sinks import read_scalars
+from tests.runs import SMALL, Run, files
 
 pytestmark = pytest.mark.usefixtures("programs")
 
 STEPS = 12
 
 # What makes a stage a run of seconds; its context and mesh are given apart.
-TINY = SMALL | {
-    "model.vocab_size": 264,
-    "compute_dtype": "float32",
-    "optimizer.peak_lr": 1e-2,
-    "train.steps": STEPS,
-    "train.microbatches": 1,
-    "train.validation_batches": 0,
-    "checkpoint.save_every_steps": STEPS,
-}
+TINY = SMALL | dict(table("runs.txt", "stage"))
 
 
 def stage(number: str, corpus: Path, workdirs: Path, **overrides: Any) -> ConfigDict:
@@ -54,10 +46,6 @@ def stage(number: str, corpus: Path, workdirs: Path, **overrides: Any) -> Config
     return config
 
 
-def losses(workdir: Path) -> np.ndarray:
-    return np.array([x for _, x in read_scalars(workdir / "tensorboard")["train/loss"]])
-
-
 @pytest.mark.slow
 def test_a_longer_stage_goes_on_from_the_shorter_one(corpus, tmp_path):
     workdirs, said = tmp_path, []
@@ -73,11 +61,11 @@ def test_a_longer_stage_goes_on_from_the_shorter_one(corpus, tmp_path):
 
     alone = {"init_from": "", "workdir": str(workdirs / "fresh")}
     train.train(stage("32768", corpus, workdirs, **alone), lambda line: None)
-    grown, scratch = losses(workdirs / "32768"), losses(workdirs / "fresh")
+    names = "4096", "32768", "fresh"
+    first, grown, scratch = (Run(corpus, workdirs / name).losses() for name in names)
     assert len(grown) == len(scratch) == STEPS and np.isfinite(grown).all()
     assert (grown < scratch).all()
     # It starts where the first stage ended, and not at the loss of random parameters.
-    first = losses(workdirs / "4096")
     assert abs(grown[0] - first[-1]) < 0.3 * (first[0] - first[-1])
     assert scratch[0] == pytest.approx(first[0], abs=0.1)
 
@@ -86,11 +74,6 @@ def test_a_longer_stage_goes_on_from_the_shorter_one(corpus, tmp_path):
     again = stage("32768", corpus, workdirs, **{"train.extra_steps": 1})
     train.train(again, said.append)
     assert f"resuming from step {STEPS}" in said and start not in said
-
-
-def test_an_unknown_stage_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="'5000' is not one of 4096, 32768, 262144"):
-        grow_context.get_config("5000")
 
 
 def test_every_stage_starts_where_the_one_before_it_saves():
@@ -106,6 +89,8 @@ def test_every_stage_starts_where_the_one_before_it_saves():
         assert scaling.factor * original == after.data.context_tokens
     tokens = {s.data.context_tokens * s.data.batch_rows for s in stages}
     assert tokens == {512 * 1024}
+    with pytest.raises(ValueError, match="'5000' is not one of 4096, 32768, 262144"):
+        grow_context.get_config("5000")
 
 
 LINES = 32, 160

@@ -10,6 +10,7 @@ import pytest
 
 from tasks.generation import restored_parameters
 from tasks.text import TextRun
+from tests.cases import table
 from tests.runs import Run, assert_equal_bits, files, small_config
 from tests.small_agent import drawn
 from training.feed import place
@@ -34,17 +35,8 @@ def weights(corpus, tmp_path_factory):
 
 def run_in(workdir: Path, corpus: Path, weights: Path) -> Run:
     """With adapters of rank 2, saved in the middle and at the end."""
-    return Run(
-        corpus,
-        workdir,
-        init_from=str(weights),
-        lora__rank=2,
-        lora__targets="q,o,down",
-        optimizer__peak_lr=1e-2,
-        train__steps=STEPS,
-        train__validate_every_steps=STEPS,
-        checkpoint__save_every_steps=MIDDLE,
-    )
+    fields = dict(table("runs.txt", "lora"))
+    return Run(corpus, workdir, init_from=str(weights), **fields)
 
 
 @pytest.fixture(scope="module")

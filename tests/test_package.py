@@ -72,11 +72,9 @@ def test_a_program_outside_runs_the_ring(tmp_path, program):
 @pytest.mark.timeout(1200)
 def test_pip_installs_the_package_and_all_that_it_needs(tmp_path):
     source, environment = tmp_path / "source", tmp_path / "environment"
-    archive = subprocess.run(
-        ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
-    )
     source.mkdir()
-    subprocess.run(["tar", "x"], cwd=source, input=archive.stdout, check=True)
+    unpacked = f"git -C '{ROOT}' archive HEAD | tar x -C '{source}'"
+    subprocess.run(unpacked, shell=True, check=True)
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     python = str(environment / "bin/python")
     subprocess.run([python, "-m", "pip", "install", "-q", source], check=True)

@@ -25,9 +25,10 @@ from tests.cases import table
 from tests.numbered_corpus import assert_same_batch
 from tests.runs import small_config
 from tests.small_llama import Run, assert_same, partition_of
+from tools.lib.compiled.hlo_text import arrays
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.step import Step
-from training.feed import place
+from training.feed import host_blocks, place
 from training.mesh import MeshShape
 
 MESHES = {
@@ -59,24 +60,17 @@ FIELDS = {
 class System(Run):
     """A system of the small model, on batches of a corpus."""
 
-    def __init__(self, name: str, corpus: Path):
-        super().__init__(MESHES[name], name, **FIELDS)
-        self.config.data.corpus = str(corpus)
-
-    @functools.cached_property
-    def batches(self) -> Any:
-        return self.resolved.batches("train")
-
     def batch(self, step: int = 0) -> Batch:
         """The global batch of a step, placed."""
-        sharding, shape = self.resolved.sharding, self.resolved.shape
-        return place(self.batches[step], sharding, shape)
+        run = self.resolved
+        return place(run.batches("train")[step], run.sharding, run.shape)
 
 
 @pytest.fixture(scope="module")
 def systems(corpus):
     """A system by name; each is compiled once, when it is needed."""
-    return functools.cache(lambda name: System(name, corpus))
+    fields = FIELDS | {"data__corpus": str(corpus)}
+    return functools.cache(lambda name: System(MESHES[name], name, **fields))
 
 
 @pytest.mark.thorough
@@ -88,11 +82,10 @@ def test_loss_and_gradients_are_vanillas(systems, name):
     assert_same(gradients, true_gradients, 1e-6)
 
 
-def in_striped_order(x: np.ndarray) -> np.ndarray:
-    return layout.permute(x, layout.Striped(), RING_SIZE)
-
-
 def test_only_the_striped_batch_is_permuted(systems):
+    for run in (systems(name).resolved for name in MESHES):
+        blocks = host_blocks(run.sharding, run.shape)
+        assert len({*blocks}) == len(blocks)  # each is read once
     for step in (0, 3):
         batches = {
             name: jax.tree.map(np.asarray, systems(name).batch(step)) for name in MESHES
@@ -102,7 +95,8 @@ def test_only_the_striped_batch_is_permuted(systems):
         seen = truth.k_end[truth.k_start < truth.k_end] - 1
         assert (seen == np.broadcast_to(rows, truth.k_end.shape).ravel()).all()
         orders = dict.fromkeys(OTHERS, truth)
-        orders["striped"] = jax.tree.map(in_striped_order, truth)
+        striped = [layout.permute(x, layout.Striped(), RING_SIZE) for x in truth]
+        orders["striped"] = Batch(*striped)
         for name, true in orders.items():
             assert_same_batch(batches[name], true)
     assert (batches["striped"].tokens != truth.tokens).any()
@@ -113,18 +107,13 @@ COLLECTIVE = re.compile(
     r"= (?P<results>.*?) (?P<kind>all-gather|all-to-all|all-reduce|reduce-scatter|"
     r"collective-permute|collective-broadcast|ragged-all-to-all)(-start)?\("
 )
-SHAPE = re.compile(r"\b([a-z]+[0-9]+\w*|pred)\[([0-9,]*)\]")
 
 
 def collectives(compiled: jax.stages.Compiled) -> Counter:
     """How often each (kind, type, shape) is the result of a collective."""
-    found = Counter()
-    for line in compiled.as_text().splitlines():
-        match = COLLECTIVE.search(line)
-        for dtype, sizes in SHAPE.findall(match["results"]) if match else ():
-            shape = tuple(int(size) for size in sizes.split(",") if size)
-            found[match["kind"], dtype, shape] += 1
-    return found
+    matches = filter(None, map(COLLECTIVE.search, compiled.as_text().splitlines()))
+    found = ((match["kind"], arrays(match["results"])) for match in matches)
+    return Counter((kind, x.dtype, x.sizes) for kind, results in found for x in results)
 
 
 @pytest.mark.thorough
@@ -148,16 +137,7 @@ def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(systems)
         assert both[0] == both[1], operation
 
 
-SHORT = {
-    "model__vocab_size": 0,  # the corpus's
-    "model__num_layers": 1,
-    "model__hidden_size": 16,
-    "model__feed_forward_size": 24,
-    "data__batch_rows": 2,
-    "feed_forward_chunk_tokens": 2000,
-    "loss_chunk_tokens": 2000,
-    "remat": "everything",
-}
+SHORT = dict(table("runs.txt", "short"))
 LENGTHS = [
     pytest.param(*row, marks=[pytest.mark.slow] * (number > 1))
     for number, row in enumerate(table("runs.txt", "length"))

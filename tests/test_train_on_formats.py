@@ -1,6 +1,7 @@
 """From people's files to a trained step, and from chats to a model that answers."""
 
 import io
+import itertools
 import json
 import shlex
 import shutil
@@ -101,8 +102,15 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_chats(path: Path) -> None:
-    said = [zip(("user", "assistant") * 2, talk, strict=True) for talk in CONVERSATIONS]
-    rows = [[{"role": who, "content": words} for who, words in talk] for talk in said]
+    """Questions are lists of parts, as of models that see."""
+    rows = []
+    for talk in CONVERSATIONS:
+        asked = [
+            {"role": "user", "content": [{"type": "text", "text": q}]}
+            for q in talk[::2]
+        ]
+        replies = [{"role": "assistant", "content": words} for words in talk[1::2]]
+        rows.append([*itertools.chain(*zip(asked, replies, strict=True))])
     path.write_bytes(tables.as_lines([{"messages": row} for row in rows]))
 
 

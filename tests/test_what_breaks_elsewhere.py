@@ -133,7 +133,6 @@ def assert_written_out(model: RingModel, rows: HardRows, *given: Any) -> None:
 
 @pytest.mark.thorough(quick=2)
 def test_the_loss_of_every_token_is_that_written_out(model, rows):
-    """Windows, sinks, targets, and rotations by document; finite in all padding."""
     assert_written_out(model, rows, batch_of(model, rows))
 
 
@@ -250,7 +249,6 @@ def assert_slopes(model: RingModel, rows: HardRows, rng: np.random.Generator) ->
 
 @pytest.mark.thorough
 def test_gradients_are_the_slopes_of_the_loss(run, rows, rng):
-    """Along every parameter, of rows that are mostly padding."""
     assert_slopes(run, rows, rng)
 
 
@@ -269,8 +267,6 @@ def test_the_gradient_of_a_loss_reaches_exactly_what_it_sees(run, rows):
 
 @pytest.mark.thorough
 def test_nothing_of_a_step_is_left_in_the_next(run, rows):
-    """Other tokens, targets and parameters between two steps that are the same."""
-
     def another(batch, slots):
         return changed(batch, slots)._replace(targets=(batch.targets + 1) % VOCAB)
 

@@ -122,10 +122,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if not _seconds:
         return
-    total = _seconds.total()
-    terminalreporter.section(f"{total:.0f} CPU seconds, largest first")
+    total = f"{_seconds.total():.0f} CPU seconds in {len(_seconds)} files"
+    terminalreporter.section(f"{total}, largest first")
     for file, seconds in _seconds.most_common(SHOWN):
         terminalreporter.line(f"{seconds:7.1f} {file}")
-    rest = total - sum(seconds for _, seconds in _seconds.most_common(SHOWN))
-    if rest > 0:
-        terminalreporter.line(f"{rest:7.1f} in the other {len(_seconds) - SHOWN} files")

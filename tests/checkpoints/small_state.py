@@ -59,8 +59,3 @@ def assert_restores(saved: Checkpoints, step: int) -> None:
     restored, meta = saved.restore(abstract(state(0)))
     assert meta["step"] == step
     assert_equal_bits(restored, state(step))
-
-
-def settle(saved: Checkpoints) -> None:
-    """Waits for the save under way, as whatever comes next does."""
-    saved.check_fingerprint()

@@ -184,6 +184,10 @@ def on_mesh(tree: Any, devices: int = 8) -> Any:
     return jax.tree.map(lambda x: x.update(sharding=sharding), abstract(tree))
 
 
+def steps_of(workdir: Path, keep: int = 1) -> Checkpoints:
+    return Checkpoints(workdir / "checkpoints", keep=keep, fingerprint=FINGERPRINT)
+
+
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("imported")
@@ -210,8 +214,7 @@ def test_parameters_come_back_bit_for_bit_or_rounded(workdir, tmp_path):
 
 
 def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_path):
-    options = {"keep": 2, "fingerprint": FINGERPRINT}
-    with Checkpoints(tmp_path / "checkpoints", **options) as checkpoints:
+    with steps_of(tmp_path, keep=2) as checkpoints:
         for step in (5, 9):
             moved = jax.tree.map(lambda x, step=step: x + step, parameters())
             state = {"step": np.int32(step), "params": moved, "optimizer_state": moved}
@@ -224,8 +227,7 @@ def test_parameters_of_a_runs_newest_step_are_read_without_its_optimizer(tmp_pat
 def test_a_run_does_not_go_on_from_parameters_alone(workdir):
     before = files(workdir)
     state = on_mesh({"params": parameters(), "optimizer_state": {"mu": parameters()}})
-    options = {"keep": 1, "fingerprint": FINGERPRINT}
-    with Checkpoints(workdir / "checkpoints", **options) as checkpoints:
+    with steps_of(workdir) as checkpoints:
         with pytest.raises(ValueError, match="holds imported weights and not a") as no:
             checkpoints.restore(state)
     said = str(no.value)
@@ -273,8 +275,7 @@ def test_of_a_run_that_rotates_the_newest_step_is_read(tmp_path, monkeypatch, mo
     read, seen = getattr(StoredStep, moment), []
 
     def save(step):
-        options = {"keep": 1, "fingerprint": FINGERPRINT}
-        with Checkpoints(tmp_path / "checkpoints", **options) as run:
+        with steps_of(tmp_path) as run:
             run.save(step, {"params": {"w": np.full(8, step, np.float32)}})
 
     def rotated(stored, *arguments):

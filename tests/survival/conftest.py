@@ -9,13 +9,8 @@ import pytest
 from tests.survival.small_run import Small
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(programs):
-    """Shares compiled programs between these tests."""
-
-
 @pytest.fixture(scope="module")
-def undisturbed(corpus, tmp_path_factory):
+def undisturbed(corpus, tmp_path_factory, programs):
     run = Small(corpus, tmp_path_factory.mktemp("undisturbed"))
     run.train()
     return run
@@ -27,7 +22,7 @@ def truth(undisturbed):
 
 
 @pytest.fixture
-def run(corpus, tmp_path):
+def run(corpus, tmp_path, programs):
     return Small(corpus, tmp_path / "run")
 
 

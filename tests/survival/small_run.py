@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import train
+from tests.cases import table
 from tests.processes import Processes
 from tests.runs import Run, assert_equal_bits
 
-STEPS = 12
+SMALLER = dict(table("runs.txt", "survival"))
+STEPS = SMALLER["train__steps"]
 """Of the undisturbed run, which saves at 4, 8 and 12 and validates at 6 and 12."""
-
-SMALLER = {
-    "model__num_layers": 1,
-    "model__hidden_size": 16,
-    "model__feed_forward_size": 24,
-    "train__steps": STEPS,
-    "train__validate_every_steps": 6,
-    "checkpoint__save_every_steps": 4,
-}
 
 QUIET = {"train__validation_batches": 0}
 

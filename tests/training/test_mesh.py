@@ -17,6 +17,7 @@ from tasks.text import TextRun
 from tests.cases import table
 from tests.cases.attention import QUICK
 from tests.runs import small_config
+from tests.small_llama import partition_of
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.pods import compile_for, tpu_devices
 from training.mesh import MeshShape, Partition, make_mesh
@@ -27,10 +28,6 @@ def abstract(**sizes: int) -> Partition:
     """A partition of devices that need not be there."""
     shape = MeshShape(**sizes)
     return Partition(shape.abstract_mesh())
-
-
-def real(**sizes: int) -> Partition:
-    return Partition(make_mesh(MeshShape(**sizes), jax.devices()))
 
 
 @pytest.mark.parametrize("sizes, wanted", table("runs.txt", "mesh"))
@@ -54,7 +51,7 @@ def test_ring_is_cut_where_it_cannot_share_out_the_parameters(sizes, embed, cut)
 
 
 def test_ulysses_cuts_the_shards_of_the_ring_in_slices_of_neighbours():
-    partition = real(ring=2, ulysses=2, tensor=2)
+    partition = partition_of(MeshShape(ring=2, ulysses=2, tensor=2))
     assert partition.mesh.axis_names == ("data", "fsdp", "ring", "ulysses", "tensor")
     assert (partition.ring_size, partition.slices) == (2, 2)
     assert partition.sizes["ring"] == partition.sizes["ulysses"] == 2
@@ -102,7 +99,7 @@ def test_spec_and_sharding_place_an_array_axis_by_axis(cube):
 
 @pytest.fixture(scope="module")
 def cube():
-    return real(fsdp=2, ring=2, tensor=2)
+    return partition_of(MeshShape(fsdp=2, ring=2, tensor=2))
 
 
 def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
@@ -136,7 +133,7 @@ def test_a_torus_is_gathered_by_pairs_and_then_by_their_ends(monkeypatch, rng):
     """Where one axis shares out parameters over all of it; chips of a box of 2 x 4."""
     monkeypatch.setattr(torus, "place", lambda device: divmod(device.id, 4))
     monkeypatch.setattr("training.mesh.MOST_SCATTERED", 4)
-    partition = real(ring=8)
+    partition = partition_of(MeshShape(ring=8))
     w = jnp.asarray(rng.standard_normal((16, 3)), jnp.float32)
     gradients = jnp.asarray(rng.standard_normal((8, 16, 3)), jnp.float32)
 
