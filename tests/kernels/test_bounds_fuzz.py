@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from kernels import checks as operands
 from kernels import layouts as layout
@@ -14,6 +13,7 @@ from kernels import masks
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import FLOAT32_TOLERANCE, LAYOUTS, QUICK, Problem, solve
+from tests.rings import ring_mesh
 
 CASES, SEED = 400, 19
 RINGS = (1, "contiguous"), (2, "zigzag"), (2, "striped4"), (4, "striped")
@@ -57,10 +57,8 @@ def drawn_mask(rng: np.random.Generator) -> tuple[Mask, bool]:
 @functools.cache
 def program(ring_size: int, layout_name: str):
     """Attention of `shards` and its gradients, (out, dq, dk, dv)."""
-    mesh = Mesh(np.array(jax.devices()[:ring_size]), ("ring",))
-    attend = make_ring_attention(
-        mesh, layout=LAYOUTS[layout_name], implementation="blockwise"
-    )
+    options = {"layout": LAYOUTS[layout_name], "implementation": "blockwise"}
+    attend = make_ring_attention(ring_mesh(ring_size), **options)
 
     def run(q, k, v, do, k_start, k_end):
         out, pull = jax.vjp(lambda *qkv: attend(*qkv, Visible(k_start, k_end)), q, k, v)
@@ -99,7 +97,6 @@ def largest_error(
 @pytest.mark.timeout(3600)
 def test_random_bounds_are_right_or_refused():
     rng = np.random.default_rng(SEED)
-    print(f"seed {SEED}")
     refused = {True: 0, False: 0}
     q = jax.ShapeDtypeStruct((BATCH, TOKENS, HEADS, DEPTH), jnp.float32)
     for case in range(CASES):
@@ -113,9 +110,8 @@ def test_random_bounds_are_right_or_refused():
                 visible = given(array(index), TOKENS)
             else:
                 bounds = (bound[:, index] for bound in given)
-                is_wide = (
-                    given.k_start.dtype.itemsize > 4
-                )  # JAX itself would narrow them
+                # JAX itself would narrow them.
+                is_wide = given.k_start.dtype.itemsize > 4
                 visible = Visible(*map(np.asarray if is_wide else array, bounds))
             visible = operands.checked_bounds(q, visible, TOKENS, index)
         except ValueError as error:
@@ -126,7 +122,4 @@ def test_random_bounds_are_right_or_refused():
         assert is_sound, (case, given)
         error = largest_error(rng, visible, ring_size, layout_name)
         assert error <= FLOAT32_TOLERANCE, (case, error, ring_size, layout_name)
-    print(
-        f"{CASES} cases, refused {refused[False]} of bounds, {refused[True]} of masks"
-    )
     assert min(refused.values()) > CASES // 100

@@ -26,7 +26,6 @@ QUICK = {
         Case(2, "zigzag", "none", 4, 31, 100, "sinks-cap"),
         Case(3, "zigzag", "documents", 8, 31, 64, "cap"),
         Case(2, "striped4", "documents", 1, 1, 64, "sinks"),
-        Case(1, "zigzag", "documents", 1, 257, 128, heads=2),
     ),
 }
 

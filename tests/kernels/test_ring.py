@@ -17,6 +17,7 @@ from kernels import masks
 from kernels.backends import blockwise, reference
 from kernels.one_device import attention_with_lse
 from kernels.ring import attend as ring
+from kernels.ring import backward as ring_backward
 from kernels.ring import comm as ring_comm
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import (
@@ -53,15 +54,16 @@ GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
 def covering_cases():
     """Each case for each implementation.
 
-    Slow: long ones, but of "blockwise" in a ring of 4; "pallas_tpu", but with heads of
-    128 in a ring of 2; "reference", which models have in their tests, but with its tail
-    in rings of up to 3.
+    Slow: long ones; of one token, but in rings of 2 or with sinks; "pallas_tpu", but
+    with heads of 128 in a ring of 2; "reference", which models have in their tests, but
+    with its tail in rings of up to 3.
     """
     for case in COVERING:
         has_tail = case.mask != "none" and halves_of(case) > 0
         for name in [x for x in BACKENDS if x not in GPU_KERNELS]:
             sizes = case.ring_size, case.head_dim
-            is_slow = case.length > 1000 and (name, sizes[0]) != ("blockwise", 4)
+            is_slow = case.length > 1000
+            is_slow |= case.length == 1 and case.ring_size != 2 and not case.has_sinks
             is_slow |= name == "pallas_tpu" and (sizes != (2, 128) or case.length < 100)
             is_slow |= name == "reference"
             marks = [pytest.mark.slow] if is_slow else []
@@ -73,6 +75,9 @@ def covering_cases():
             yield pytest.param(
                 case, name, True, marks=marks, id=f"{case.name}-{name}-tail"
             )
+    # Two tiles a shard, of which one is partial.
+    case = Case(2, "zigzag", "window", 1, 997, 128, heads=2)
+    yield pytest.param(case, "blockwise", False, id=f"{case.name}-blockwise")
 
 
 def halves_of(case: Case) -> int:
@@ -262,22 +267,12 @@ def test_heads_are_padded_where_they_travel_between_tpus(
 
 
 @pytest.mark.thorough
-def test_operands_as_a_tpu_reads_them_change_nothing(monkeypatch, rng):
-    """Padded to whole lanes and heads first, where they are neither."""
+def test_rings_as_on_a_tpu_match_one_device(monkeypatch, rng):
+    """Operands in whole lanes, heads first; half of the own queries after the ring."""
     monkeypatch.setattr(ring_comm, "is_tpu", lambda: True)
-    case = Case(2, "striped", "documents", 2, 93, 100, heads=2)
+    for module in ring_comm, ring_backward:
+        monkeypatch.setattr(module, "is_cpu", lambda: False)
+    # Halves of the queries end within a tile.
+    case = Case(2, "striped", "documents", 2, 997, 100, heads=2)
     make = functools.partial(sharded_ring)  # anew
-    assert_as_on_one_device(rng, case, reference, make=make)
-
-
-@pytest.mark.parametrize("queries", [1, 2, 7])
-def test_halves_of_the_queries_have_the_intervals_of_all(queries, rng):
-    bounds = np.sort(rng.integers(0, 6, (2, 3, queries)), axis=2)
-    bounds[1] = np.maximum(*bounds)
-    early, late = (np.array(half) for half in ring_comm.halves(tuple(bounds), length=5))
-    middle = queries // 2
-    np.testing.assert_array_equal(early[..., :middle], bounds[..., :middle])
-    np.testing.assert_array_equal(late[..., middle:], bounds[..., middle:])
-    for half, is_empty in (early, slice(middle, None)), (late, slice(middle)):
-        assert (half[0] == half[1])[:, is_empty].all()
-        assert (np.diff(half) >= 0).all()
+    assert_as_on_one_device(rng, case, blockwise, make=make)
