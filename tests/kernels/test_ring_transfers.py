@@ -75,24 +75,19 @@ def test_a_window_sends_what_is_read_of_the_neighbours(layout_name, neighbours, 
 
 
 @pytest.mark.thorough
-def test_bounds_are_cut_to_what_the_ring_is_told_to_send(rng):
+@pytest.mark.parametrize("layout_name", ["contiguous", "striped"])
+def test_bounds_are_cut_to_what_the_ring_is_told_to_send(layout_name, rng):
     """Keys outside of `within` are not attended to, whatever the bounds show."""
     q, k, v = (jnp.float32(x) for x in rng.standard_normal((3, 1, 64, 2, 8)))
-    out = {}
-    for layout_name in ("contiguous", "striped"):
-        layout_of = LAYOUTS[layout_name]
-        attend = make_ring_attention(
-            ring_mesh(4), layout=layout_of, implementation="reference"
-        )
-        index = layout.order(layout_of, 4, 64)
-        operands = (layout.permute(x, layout_of, 4) for x in (q, k, v))
-        bounds = masks.causal()(index, 64)
-        told = functools.partial(attend, visible=bounds, within=masks.window(9))
-        found = jax.jit(told)(*operands)
-        out[layout_name] = layout.unpermute(np.asarray(found), layout_of, 4)
+    order = LAYOUTS[layout_name], 4
+    more = {"layout": order[0], "implementation": "reference"}
+    attend = make_ring_attention(ring_mesh(4), **more)
+    bounds = masks.causal()(layout.order(*order, 64), 64)
+    told = functools.partial(attend, visible=bounds, within=masks.window(9))
+    found = jax.jit(told)(*(layout.permute(x, *order) for x in (q, k, v)))
     want = attention(q, k, v, visible=masks.window(9), implementation="reference")
-    for found in out.values():
-        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    found = layout.unpermute(np.asarray(found), *order)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 def written_shards(ring_size: int) -> int:
@@ -118,12 +113,14 @@ def test_ring_steps_on_a_cpu_move_no_shard():
     assert 0 < written_shards(2) == written_shards(4)
 
 
-def rotations_of_gradient(layout_name: str, keep_tail: bool, *saved: str) -> list[str]:
-    """What travels in the gradient of a layer that saves these, on a ring of 4."""
+@pytest.mark.parametrize("layout_name", ["striped4", "zigzag"])
+def test_saved_tail_leaves_half_of_the_keys_to_travel_again(layout_name):
+    """Twice forward with half of the queries, and never again with the others."""
     attend = make_ring_attention(
-        ring_mesh(4), layout=LAYOUTS[layout_name], keep_tail=keep_tail
+        ring_mesh(4), layout=LAYOUTS[layout_name], keep_tail=True
     )
-    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    names = "attention_out", "attention_lse"
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(x):
@@ -132,23 +129,7 @@ def rotations_of_gradient(layout_name: str, keep_tail: bool, *saved: str) -> lis
     def loss(x):
         return jnp.square(layer(x).astype(jnp.float32)).sum()
 
-    return permuted_shapes(lowered(jax.grad(loss), (1, 64, 2, 16)))
-
-
-@pytest.mark.parametrize(
-    "saved, runs", [(("attention_out", "attention_lse"), 1), ((), 2)]
-)
-def test_saved_residuals_keep_the_ring_from_running_twice(saved, runs):
-    forward, backward = 2 * 3, 2 * 3 + 2 * 4
-    rotations = rotations_of_gradient("striped", False, *saved)
-    assert len(rotations) == runs * forward + backward
-
-
-@pytest.mark.parametrize("layout_name", ["striped4", "zigzag"])
-def test_saved_tail_leaves_half_of_the_keys_to_travel_again(layout_name):
-    """Twice forward with half of the queries, and never again with the others."""
-    names = "attention_out", "attention_lse"
-    rotations = rotations_of_gradient(layout_name, True, *names)
+    rotations = permuted_shapes(lowered(jax.grad(loss), (1, 64, 2, 16)))
     whole, half, gradient = "1x2x16x16xbf16", "1x2x8x16xbf16", "1x2x16x16xf32"
     keys = 2 * 3
     assert rotations.count(half) == 2 * keys

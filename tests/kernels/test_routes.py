@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -78,23 +79,30 @@ QUICK = [
     (Case(5, "zigzag", "documents", 2, 93, 16, heads=2), "counted_both"),
     (Case(2, "striped4", "none", 4, 31, 64, heads=4), "both"),
 ]
+NARROW = Case(2, "zigzag", "causal", 4, 256, 64)
 
 
 def each_case():
     """Every case on every route that its ring has, most of them in slow tests."""
+    for case, name in QUICK:
+        yield pytest.param(case, name, jnp.float32, id=f"{case.name}-{name}")
+    yield NARROW, "counted_both", jnp.bfloat16
+    slow = [(NARROW, "both", jnp.bfloat16)]
+    for name in "both", "counted_both":
+        slow.append((replace(NARROW, ring_size=8), name, jnp.bfloat16))
     rings = [case for case in COVERING if case.ring_size > 1]
-    for found in QUICK, itertools.product(rings, routes_of(COVERING[0])):
-        marks = [] if found is QUICK else [pytest.mark.slow]
-        for case, name in found:
-            yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
+    slow += itertools.product(rings, routes_of(COVERING[0]), [jnp.float32])
+    for case, name, dtype in slow:
+        ids = f"{case.name}-{name}-{dtype.__name__}"
+        yield pytest.param(case, name, dtype, id=ids, marks=pytest.mark.slow)
 
 
 @pytest.mark.thorough(quick=2)
 @pytest.mark.usefixtures("steps_in_a_loop")
-@pytest.mark.parametrize("case, name", list(each_case()))
-def test_every_route_in_float32_matches_one_device_in_float64(case, name, rng):
+@pytest.mark.parametrize("case, name, dtype", list(each_case()))
+def test_every_route_matches_one_device(case, name, dtype, rng):
     make = ring_of(routes_of(case)[name])
-    assert_as_on_one_device(rng, case, reference, make=make)
+    assert_as_on_one_device(rng, case, reference, dtype, make)
 
 
 @pytest.mark.thorough
@@ -118,25 +126,6 @@ def test_rings_longer_than_they_are_unrolled_match_one_device(
     assert_as_on_one_device(rng, case, reference, make=make)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "ring_size, name",
-    [
-        (2, "counted_both"),
-        *(
-            pytest.param(*it, marks=pytest.mark.slow)
-            for it in ((2, "both"), (8, "both"), (8, "counted_both"))
-        ),
-    ],
-)
-def test_the_error_in_bfloat16_is_that_of_one_device_on_every_route(
-    ring_size, name, rng
-):
-    case = Case(ring_size, "zigzag", "causal", 4, 256, 64)
-    make = ring_of(routes_of(case)[name])
-    assert_as_on_one_device(rng, case, reference, jnp.bfloat16, make)
-
-
 def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
     """Numbers of a shard, (heads x slots), that go over each link in a forward pass."""
     loads: dict[tuple[int, int], int] = {}
@@ -147,18 +136,6 @@ def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
             for pair in pairs:
                 loads[pair] = loads.get(pair, 0) + int(size)
     return loads
-
-
-def test_walks_share_out_the_bytes_of_each_link():
-    """Walks of strides 1, 2 and 3 both ways around 7 devices: no two share a link."""
-    heads, slots = 12, 128
-    one = link_loads(AllShards().schedule(7, heads, slots))
-    assert len(one) == 7
-    for walks in (1, 2, 3):
-        route = AllShards(both_ways(cycles(7)[:walks]))
-        loads = link_loads(route.schedule(7, heads, slots))
-        assert len(loads) == 7 * 2 * walks
-        assert {2 * walks * load for load in loads.values()} == set(one.values())
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
@@ -200,14 +177,13 @@ def layout_bounds(layout_name: str, ring_size: int, length: int, mask: masks.Mas
 def test_a_window_sends_its_slots_to_the_neighbours_alone(
     layout_name, ring_size, window, shards
 ):
-    """Each neighbour's last slots, in whole tiles: 1023 of 1024; no dead transfer."""
+    """Each neighbour's last slots, in whole tiles: 1023 of 1024, and nothing else."""
     slots = 4096
     layout, mask = LAYOUTS[layout_name], masks.window(window)
     visible = layout_bounds(layout_name, ring_size, ring_size * slots, mask)
     route = routes.route_within(visible, layout, ring_size, counts=False)
     assert route is not None
     schedule = route.schedule(ring_size, 1, slots)
-    assert_no_dead_transfer(schedule, layout, ring_size, slots, visible)
     loads = link_loads(schedule)
     assert len(loads) == shards * ring_size  # one neighbour, or one on each side
     assert set(loads.values()) == {1024}
@@ -231,21 +207,10 @@ def test_reads_of_tiles_hold_those_of_rows(layout_name, length, monkeypatch):
             assert tiles == every  # whole tiles
 
 
-def assert_no_dead_transfer(schedule, layout, ring_size, slots, visible):
-    """Everything that is sent is attended to by some device."""
-    k_start, k_end = (np.reshape(x, (ring_size, slots)) for x in visible)
-    for step in schedule.steps():
-        for number, sources in step.attends.items():
-            begin, end = schedule.chunks[number].slots
-            counts = [
-                layout.count(sources[:, None], bound, ring_size, slots).clip(begin, end)
-                for bound in (k_start, k_end)
-            ]
-            assert (counts[0] < counts[1]).any(), (number, step)
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("tokens", [4, 16, 48, 64])
+@pytest.mark.parametrize(
+    "tokens", [4, 48, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 64))]
+)
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
 def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tokens):
     """Of up to 64 Ki tokens in a row of 1 Mi on 64 devices, at uneven places."""

@@ -3,7 +3,6 @@
 What all backends have is in `test_backends`.
 """
 
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -129,15 +128,3 @@ def test_without_jax_triton_it_is_not_implemented(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     refusal = Refusal(NotImplementedError, r"install 'annulus-attention\[triton\]'")
     refusal.check(SimulatedGpu(Launch(90)))
-
-
-def test_triton_is_imported_only_when_a_step_is_asked_for():
-    program = (
-        "import sys, kernels.backends.triton_gpu.launch as launch; "
-        "names = {'triton', 'jax_triton', f'{launch.__package__}.kernels'}; "
-        "print(names & {*sys.modules})"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "set()\n"
