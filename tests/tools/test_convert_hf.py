@@ -209,7 +209,10 @@ def test_a_tied_head_is_none(imported, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize(
+    "prefix",
+    ["model.language_model.", pytest.param("language_model.model.", marks=slow)],
+)
 def test_of_gemma_3_with_images_the_text_is_read_and_the_rest_said(
     imported, tmp_path, capsys, prefix
 ):

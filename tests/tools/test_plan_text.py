@@ -162,12 +162,6 @@ def test_the_longest_context_takes_few_tries_from_anywhere(first, peak_of, most)
     assert len(tries) <= most
 
 
-def test_where_nothing_fits_there_is_no_answer():
-    tries, best = search(lambda context: None, first=4096)
-    assert best is None and tries[-1] == 256
-    assert search(lambda context: 2000 + context)[1] is None
-
-
 @pytest.mark.parametrize("layers", [0, 1, 7, 31, 32])
 @pytest.mark.parametrize("first", [1, 8, 32])
 def test_layers_are_counted_to_the_last_one_from_what_is_known_of_none(layers, first):

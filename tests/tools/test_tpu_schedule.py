@@ -114,10 +114,12 @@ def make_measurement(tile, way=None, pieces=2):
 
 @pytest.mark.thorough
 def test_soft_cap_costs_the_known_bundles_and_nothing_where_it_is_off():
-    off, on = (measure(make_tile(soft_cap=cap), None).row() for cap in (None, 50.0))
-    assert (off["bundles"], off["used_eup"], off["soft_cap"]) == (3872, 1024, None)
-    assert on["bundles"] == pytest.approx(4430, rel=0.02)
-    assert (on["used_eup"], on["soft_cap"]) == (3072, 50)  # exp2, 1 / x and exp2
+    tiles = (make_tile(block=512, soft_cap=cap) for cap in (None, 50.0))
+    off, on = (measure(tile, None).row() for tile in tiles)
+    assert off["bundles"] == pytest.approx(1060, rel=0.02)
+    assert (off["used_eup"], off["soft_cap"]) == (256, None)
+    assert on["bundles"] == pytest.approx(1362, rel=0.02)
+    assert (on["used_eup"], on["soft_cap"]) == (768, 50)  # exp2, 1 / x and exp2
 
 
 @pytest.mark.thorough
