@@ -73,6 +73,7 @@ def test_a_wrong_command_line_is_one_line_and_writes_nothing(
         (tmp_path / name).write_bytes(content)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    (tmp_path / "full" / "config.json").write_text('{"head_dim": 8, "head_dim": 10}')
 
     def filled(text: str) -> str:
         for name in (*FILES, "full", "new"):
