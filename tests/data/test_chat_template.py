@@ -14,13 +14,7 @@ import pytest
 import tokenizers
 
 from data.chat.chat_format import FORMATS
-from data.chat.chat_template import (
-    MARKS,
-    OWN,
-    ChatTemplate,
-    open_template,
-    template_of,
-)
+from data.chat.chat_template import MARKS, OWN, ChatTemplate, open_template, template_of
 from data.chat.conversation import Conversation
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table

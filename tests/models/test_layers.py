@@ -101,8 +101,7 @@ def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
 
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
-    "counts, kinds",
-    [((4, 3), 2), ((7,), 1), ((2, 5), 3), ((4, 3), 7), ((2, 5), 1)],
+    "counts, kinds", [((4, 3), 2), ((7,), 1), ((2, 5), 3), ((4, 3), 7), ((2, 5), 1)]
 )
 def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
     """One after the other by hand, and its gradient."""
