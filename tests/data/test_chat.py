@@ -92,7 +92,9 @@ def test_long_conversations_are_split_between_exchanges():
     assert masks == tuple(map(mask_of, texts))
     assert masks[2] == "_" * 20 + "^" * (len(opening) - 20)
     # One token fewer, and the second exchange begins a document of its own.
-    (documents,) = encoder(len(opening) - 1, "split").encode([conversation])
+    short = talk(("a", "one"), ("b", "two"))
+    (documents,) = encoder(len(opening) - 1, "split").encode([short])
+    assert len(documents) == 2
     assert shown(documents[0])[0] == f"S USER: a ASSISTANT: one{END}"
 
 
