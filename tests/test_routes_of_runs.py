@@ -30,7 +30,7 @@ LAYERS = 2
 
 
 ROUTES = [
-    pytest.param(*row, marks=[pytest.mark.slow] * (number > 0))
+    pytest.param(row, marks=[pytest.mark.slow] * (number > 0))
     for number, row in enumerate(table("runs.txt", "routes"))
 ]
 
@@ -108,21 +108,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("attention, ring, ulysses, pattern, counts, both", ROUTES)
+@pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_a_packed_corpus_has_one_devices_losses(
-    *,
-    short_documents,
-    tmp_path,
-    truth,
-    sent,
-    monkeypatch,
-    attention,
-    ring,
-    ulysses,
-    pattern,
-    counts,
-    both,
+    short_documents, tmp_path, truth, sent, monkeypatch, route
 ):
+    attention, ring, ulysses, pattern, counts, both = route
     want = truth(pattern)
     sent.clear()
     monkeypatch.setattr(ring_attention, "rings_both_ways", lambda: both)

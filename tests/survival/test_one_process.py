@@ -46,9 +46,21 @@ def test_a_run_asked_to_stop_saves_and_goes_on(run, undisturbed, truth):
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_from_its_workdir_alone(copy, truth):
-    copy.train()
-    assert_equal_bits(copy.state(), truth)
+def test_a_run_stopped_before_its_loop_goes_on_from_its_workdir_alone(
+    copy, truth, monkeypatch
+):
+    before, restore = copy.files(), train.Checkpoints.restore
+
+    def stop_and_restore(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return restore(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Checkpoints, "restore", stop_and_restore)
+        with pytest.raises(Preempted, match="step 8, nothing new to save"):
+            copy.train()
+    assert before == copy.files() and not any("step  9" in x for x in copy.said)
+    copy.assert_goes_on(8, truth)
     kept = copy.files()["config.json"]
     flags = [f"--workdir={copy.workdir}"]
     copy.said.clear()  # its checkpoints are of another workdir
@@ -63,22 +75,6 @@ def test_a_run_goes_on_from_its_workdir_alone(copy, truth):
     with pytest.raises(ValueError, match="made with other settings: seed"):
         train.train(read_config([*flags, "--config.seed=1"]), copy.said.append)
     assert copy.files()["config.json"] == now
-
-
-@pytest.mark.thorough
-def test_a_signal_before_the_loop_stops_the_run_there(copy, truth, monkeypatch):
-    before, restore = copy.files(), train.Checkpoints.restore
-
-    def stop_and_restore(*arguments):
-        signal.raise_signal(signal.SIGINT)
-        return restore(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Checkpoints, "restore", stop_and_restore)
-        with pytest.raises(Preempted, match="step 8, nothing new to save"):
-            copy.train()
-    assert before == copy.files() and not any("step  9" in x for x in copy.said)
-    copy.assert_goes_on(8, truth)
 
 
 @pytest.mark.slow
