@@ -70,6 +70,7 @@ def run_of(corpus: Path, workdir: Path, **fields: Any) -> Run:
     fields |= {"data__context_tokens": TOKENS, "data__batch_rows": ROWS}
     fields |= {"train__steps": STEPS, "train__validation_batches": 0}
     fields |= {"checkpoint__save_every_steps": 0, "metrics": ()}
+    fields |= {"implementation": "reference"}
     return Run(corpus, workdir, **fields)
 
 
