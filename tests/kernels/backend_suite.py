@@ -30,7 +30,7 @@ class Groups:
     gaps: intervals that leave granules masked between visible ones, and the last
       query tile without a key.
     aligned: intervals whose ends are multiples of the granule.
-    slots: keys of different granules, visible to some of the aligned groups.
+    slot: a key that is visible to some of the aligned groups.
     """
 
     case: StepCase
@@ -39,7 +39,7 @@ class Groups:
     granule: int
     gaps: tuple[Interval, ...]
     aligned: tuple[Interval, ...]
-    slots: tuple[int, ...]
+    slot: int
 
     def step(
         self, rng: np.random.Generator, dtype: jnp.dtype, bounds: tuple[Interval, ...]
@@ -69,17 +69,19 @@ class Refusal(NamedTuple):
     heads: int = 2
     head_dim: int = 64
     sizes: tuple[int, int] | None = None
+    soft_cap: float | None = None
     backend: Backend | None = None
     passes: tuple[str, ...] = ("forward", "backward")
 
     def check(self, backend: Backend) -> None:
         """Traces the passes, which compute nothing, and expects the refusal of each."""
         sizes = self.sizes and BlockSizes(*self.sizes)
+        cap = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
         shape = self.queries, self.queries, self.heads, self.head_dim
         with jax.enable_x64(self.dtype == jnp.float64):
             step = StepCase(*shape, batch=1).abstract(self.dtype)
             for name in self.passes:
-                run = functools.partial(PASSES[name], backend, 0.1, sizes)
+                run = functools.partial(PASSES[name], backend, 0.1, sizes, **cap)
                 with pytest.raises(self.error, match=self.words):
                     jax.eval_shape(run, step)
 
@@ -155,7 +157,6 @@ class BackendSuite:
             ],
             "refusal": [pytest.param(x, id=name) for name, x in self.refusals.items()],
             "tiles": [pytest.param(self.tiles, id="tiles", marks=slow)],
-            "slot": self.tiles.slots,
             "group": self.groups,
             "head_dim": self.head_dims,
         }
@@ -210,14 +211,14 @@ class BackendSuite:
         np.testing.assert_array_equal(got.lse[..., empty], -np.inf)
 
     def test_nan_in_a_key_shows_in_every_row_that_sees_it_and_in_no_other(
-        self, tiles, slot, rng
+        self, tiles, rng
     ):
         """In full tiles too, where nothing is masked."""
         step = tiles.step(rng, self.dtype, tiles.aligned)
         want = self.results(tiles.case, step)
-        step.k[:, slot] = np.nan
+        step.k[:, tiles.slot] = np.nan
         got = self.results(tiles.case, step)
-        sees = tiles.visible(step)[:, slot]
+        sees = tiles.visible(step)[:, tiles.slot]
         assert sees.any() and not sees.all()
         for name, axis in (("out", 1), ("lse", 2), ("dq", 1)):
             rows, clean = (np.moveaxis(getattr(x, name), axis, 0) for x in (got, want))

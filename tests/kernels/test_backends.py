@@ -48,6 +48,11 @@ class TestBlockwise(BackendSuite):
         **float32_cases(64, 16, 32),
         "bfloat16": (StepCase(101, 201, 4, head_dim=128, has_carry=True), BF16),
         "float16": (StepCase(70, 257, batch=1, sizes=BlockSizes(64, 32)), F16),
+        "tiles of one": (StepCase(7, 9, bound_rows=2, sizes=BlockSizes(1, 1)), F32),
+        "odd tiles": (
+            StepCase(19, 14, 2, 3, 2, 2, has_carry=True, sizes=BlockSizes(3, 5)),
+            F32,
+        ),
     }
     types = F32, BF16, F16
     tiles = Groups(
@@ -57,7 +62,7 @@ class TestBlockwise(BackendSuite):
         granule=64,
         gaps=((70, 120), (192, 250), (320, 256)),
         aligned=((0, 128), (64, 256), (128, 320)),
-        slots=(30, 200),
+        slot=200,
     )
     test_what_there_is_no_kernel_for_is_refused = None
 
@@ -73,7 +78,7 @@ class TestTpu(BackendSuite):
         "cap": (StepCase(300, 700, 2, has_carry=True, scale=-0.5, soft_cap=1.5), F32),
         "bfloat16 cap": (StepCase(200, 500, 4, has_carry=True, soft_cap=1.5), BF16),
     }
-    slow_cases = "many heads", "cap", "one query, scale of zero"
+    slow_cases = "many heads", "cap", "bfloat16 cap", "one query, scale of zero"
     groups = 1, 2, 3, 4, 8, 32
     longest = 1024
     tiles = Groups(
@@ -84,7 +89,7 @@ class TestTpu(BackendSuite):
         # Of masked granules, two are a whole tile between others.
         gaps=((130, 250), (512, 640), (640, 1024), *[(1024, 1024)] * 2, (1200, 1024)),
         aligned=(*[(0, 512)] * 2, *[(256, 768)] * 2, *[(512, 1200)] * 2),
-        slots=(100, 600),
+        slot=600,
     )
     refusals = {
         **refused_types("bfloat16 or float32", jnp.float16, jnp.float64, jnp.int32),
@@ -99,6 +104,13 @@ class TestTpu(BackendSuite):
                 (3, (64, 256), "3 query heads.*block_q must be a multiple of 128"),
                 (1, (128, 200), r"block_k=200\).*block_k of 128"),
             )
+        },
+        # Beyond, scores lose their digits.
+        **{
+            f"cap of {cap}": Refusal(
+                NotImplementedError, f"1024 on a TPU, got {cap}", F32, soft_cap=cap
+            )
+            for cap in (2.0**-11, 1025.0)
         },
         "tiles on a v3": Refusal(
             ValueError,
@@ -151,7 +163,7 @@ class TestWideTpu(TestTpu):
         "cap": TestTpu.cases["cap"],
         "bfloat16": (StepCase(200, 500, 2, 100, bound_rows=2, has_carry=True), BF16),
     }
-    slow_cases = "one query, scale of zero", "one key", "cap"
+    slow_cases = "one query, scale of zero", "one key", "far more keys", "cap"
     test_what_there_is_no_kernel_for_is_refused = None
 
 
@@ -166,23 +178,11 @@ class TestHopper(BackendSuite):
             BF16,
         ),
         "far more keys": (
-            StepCase(
-                *(77, 400, 1),
-                bound_rows=2,
-                has_carry=True,
-                scale=-1e-5,
-                sizes=BlockSizes(128, 64),
-            ),
+            StepCase(*(77, 400, 1, 64, 1, 2, 2, True, -1e-5), BlockSizes(128, 64)),
             F16,
         ),
         "far more queries": (
-            StepCase(
-                *(300, 130, 3, 100),
-                batch=1,
-                has_carry=True,
-                scale=-0.1,
-                soft_cap=1.5,
-            ),
+            StepCase(300, 130, 3, 100, 1, 1, 1, True, scale=-0.1, soft_cap=1.5),
             BF16,
         ),
         "one key tile and a cap": (
@@ -205,7 +205,7 @@ class TestHopper(BackendSuite):
         granule=128,
         gaps=((130, 190), (256, 384), (448, 384)),
         aligned=((0, 128), (128, 384), (256, 512)),
-        slots=(200,),
+        slot=200,
     )
     dtype = BF16
     tolerance = 1e-2
@@ -224,6 +224,15 @@ class TestHopper(BackendSuite):
                     "at most 232448 bytes, got 671904 of .*block_k=640.*: mak",
                 ),
             )
+        },
+        # Beyond, tanh is too coarse.
+        **{
+            f"cap of {cap}": Refusal(
+                NotImplementedError,
+                f"soft caps from 0.0009765625 to 1024.0, got {cap}: name another",
+                soft_cap=cap,
+            )
+            for cap in (1e-4, 2000.0)
         },
         "large heads": Refusal(
             NotImplementedError,
@@ -260,15 +269,11 @@ class TestHopperDeterministic(TestHopper):
         # Each with keys of its own, and weights that differ: equal ones, as of a tiny
         # scale, are rounded alike, by chance hardly at all.
         "one query, several heads": (
-            StepCase(
-                1, 300, group=3, batch=4, bound_rows=4, has_carry=True, scale=-0.2
-            ),
+            StepCase(1, 300, 3, 64, 1, 4, 4, has_carry=True, scale=-0.2),
             F16,
         ),
         "several rows": (
-            StepCase(
-                1, 300, group=3, batch=8, bound_rows=8, has_carry=True, scale=-0.2
-            ),
+            StepCase(1, 300, 3, 64, 1, 8, 8, has_carry=True, scale=-0.2),
             F16,
         ),
         "far more queries": (
@@ -307,7 +312,7 @@ class TestTriton(BackendSuite):
         granule=64,
         gaps=((70, 120), (192, 250), (320, 256)),
         aligned=((0, 128), (64, 256), (128, 320)),
-        slots=(30, 200),
+        slot=200,
     )
     refusals = {
         **refused_types(

@@ -105,15 +105,17 @@ def test_bounds_of_any_signed_type_mean_the_same():
         for array in np.asarray, jnp.asarray:
             visible = Visible(*(array(bound.astype(dtype)) for bound in mask))
             np.testing.assert_array_equal(run(visible=visible), want)
-    far = Visible(
-        mask.k_start - 2**40 * (mask.k_start == 0), mask.k_end + np.int64(2**40)
-    )
     want = run(visible=Visible(mask.k_start, np.full_like(mask.k_end, 300)))
-    with jax.enable_x64():
-        wide = Visible(*map(jnp.asarray, far))  # which JAX without 64 bits would wrap
-    for visible in far, wide:
-        assert visible.k_start.dtype == visible.k_end.dtype == np.int64
-        np.testing.assert_array_equal(run(visible=visible), want)
+    for far in 1000, np.iinfo(np.int32).max, 2**40:
+        start, end = mask.k_start - far * (mask.k_start == 0), np.full_like(far, far)
+        beyond = Visible(start, np.broadcast_to(end, start.shape))
+        with jax.enable_x64():
+            wide = Visible(*map(jnp.asarray, beyond))  # which JAX would wrap
+        for visible in beyond, wide:
+            np.testing.assert_array_equal(run(visible=visible), want)
+        for side in -far, far:
+            nothing = np.full(start.shape, side)
+            assert not run(visible=Visible(nothing, nothing)).any()
 
 
 @pytest.mark.parametrize("name, place", [("k_start", 3), ("k_end", 5)])
