@@ -67,8 +67,14 @@ def exponentials(scores: int, soft_cap: float | None) -> str:
     return f"{scores // 2 * (1 if soft_cap is None else 2)} exp2"
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("head_dim, soft_cap", [(64, None), (128, None), (128, 50.0)])
+@pytest.mark.parametrize(
+    "head_dim, soft_cap", [(64, 50.0), (128, None), slow(128, 50.0)]
+)
 def test_nothing_is_spilled_and_products_are_issued_as_drawn(head_dim, soft_cap):
     options = {"is_deterministic": False, "soft_cap": soft_cap}
     (kernel,) = well_compiled(step(head_dim), **options)
@@ -91,8 +97,8 @@ def test_nothing_is_spilled_and_products_are_issued_as_drawn(head_dim, soft_cap)
 @pytest.mark.parametrize(
     "head_dim, length, soft_cap",
     [
-        *[(64, 2**23, None), (64, 2**23, 50.0), (128, 1024, None)],
-        *[(256, 1024, None), (256, 1024, 50.0)],
+        *[slow(64, 2**23, None), (64, 2**23, 50.0), (128, 1024, None)],
+        *[slow(256, 1024, None), (256, 1024, 50.0)],
     ],
 )
 def test_those_of_two_kernels_are_too(head_dim, length, soft_cap):
@@ -167,7 +173,7 @@ def test_dq_is_added_to_where_it_is_from_step_to_step(is_deterministic):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("is_deterministic", [False, slow(True)])
 def test_kernels_that_add_in_place_are_not_fused_with_slices(is_deterministic):
     """XLA forgets of a fused kernel that a result is in the place of an operand."""
 

@@ -51,8 +51,11 @@ def assert_is_well_compiled(kernels: list[Kernel]) -> None:
 @pytest.mark.parametrize(
     "head_dim, has_carry, soft_cap",
     [
-        *[(128, True, None), (64, False, None), (64, True, 50.0), (128, False, 50.0)],
-        *[(128, True, 50.0), (256, True, None), (256, False, 50.0)],
+        *[(128, True, None), (64, False, 50.0), (256, True, 50.0)],
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in ((64, True, None), (128, False, 50.0), (256, False, None))
+        ),
     ],
 )
 def test_nothing_is_spilled_and_all_exponentials_are_issued_while_a_product_runs(
@@ -93,11 +96,11 @@ def test_any_shape_compiles_as_well(head_dim, length, dtype, has_carry, soft_cap
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "length, grid", [(1024, (4, 1, 8)), (2**23, (2**16, 4, 1))], ids=["short", "long"]
+    "length, grid", [({}, (4, 1, 8)), ({"length": 2**23}, (2**16, 4, 1))]
 )
 def test_the_long_axis_is_where_gpus_have_room_for_it(length, grid):
     """CUDA launches up to 65,535 programs along y and z, and 2³¹ - 1 along x."""
-    (kernel,) = compiled(64, length=length).kernels
+    (kernel,) = compiled(64, has_carry=False, soft_cap=50.0, **length).kernels
     assert kernel.grid == grid
 
 
@@ -118,14 +121,6 @@ def test_products_that_wait_for_each_other_are_reported(monkeypatch):
     (kernel,) = compiled.__wrapped__(128).kernels
     assert kernel.serialized == 1
     assert kernel.pipeline[-2:] == ("wait 0", "66 exp2")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("soft_cap", [1e-4, 2000.0])
-def test_caps_that_tanh_is_too_coarse_for_are_refused(soft_cap):
-    words = f"soft caps from 0.0009765625 to 1024.0, got {soft_cap}: name another"
-    with pytest.raises(NotImplementedError, match=words):
-        compiled(64, soft_cap=soft_cap)
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.backends.tpu import backward_dq
+from kernels.backends.tpu import backward_dq, dma
 from kernels.backends.tpu.backward_dq import Resident, Streamed
 from kernels.backends.tpu.dma import DoubleBuffer, start_all
 from kernels.backends.tpu.launch import Launch
@@ -86,28 +86,20 @@ def bounded(step: Step, name: str) -> Step:
 IN_VMEM, IN_HBM = CHIP.vmem_capacity_bytes, SMALL_VMEM
 """Vector memory where a head's dq fits, or does not."""
 
-FIRST = FIRST_STEP, IN_VMEM
-LATER = LATER_STEP, IN_HBM
+LATER_ON_WAIT = (LATER_STEP, IN_HBM), V6E, "on_wait"
+
+
+def steps_copies():
+    """Case, memory, chip and copies, all but one in slow tests."""
+    steps = (FIRST_STEP, IN_VMEM), (LATER_STEP, IN_HBM)
+    for each in itertools.product(steps, (CHIP, V6E), ("eager", "on_wait")):
+        step, *others = each
+        marks = [pytest.mark.slow] * (each != LATER_ON_WAIT)
+        yield pytest.param(*step, *others, marks=marks)
 
 
 @pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize(
-    "case, vmem, chip, copies",
-    [
-        pytest.param(*FIRST, CHIP, "eager", id="first ring step, dq in VMEM, eager"),
-        pytest.param(*LATER, V6E, "on_wait", id="later, dq in HBM, v6e, on_wait"),
-        *(
-            pytest.param(*step, chip, copies, marks=pytest.mark.slow)
-            for step, chip, copies in (
-                (FIRST, CHIP, "on_wait"),
-                (FIRST, V6E, "eager"),
-                (LATER, V6E, "eager"),
-                (LATER, CHIP, "eager"),
-                (LATER, CHIP, "on_wait"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("case, vmem, chip, copies", list(steps_copies()))
 def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, capfd, rng):
     """On a v6e with dq's rows along the lanes."""
     step, backend = case.draw(rng), simulated(copies, vmem, chip)
@@ -116,12 +108,19 @@ def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, capfd, rng):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+def each_bounds():
+    """Name, copies and memory: each name without slow tests in one of the memories."""
+    for copies, (number, name) in itertools.product(
+        ("eager", "on_wait"), enumerate(BOUNDS)
+    ):
+        for vmem in IN_VMEM, IN_HBM:
+            is_slow = copies != "eager" or vmem != (IN_VMEM, IN_HBM)[number % 2]
+            marks = [pytest.mark.slow] * is_slow
+            yield pytest.param(name, copies, vmem, marks=marks)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", BOUNDS)
-@pytest.mark.parametrize(
-    "copies", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("vmem", [IN_VMEM, IN_HBM], ids=["VMEM", "HBM"])
+@pytest.mark.parametrize("name, copies, vmem", list(each_bounds()))
 def test_no_copy_races_or_comes_too_late_at_any_bounds(name, copies, vmem, capfd, rng):
     step, backend = bounded(RING_STEP.draw(rng), name), simulated(copies, vmem)
     errors = simulate(RING_STEP, step, backend, shared).errors(truth(RING_STEP, step))
@@ -205,70 +204,30 @@ def test_copies_that_nobody_waits_for_come_too_late(
     assert not got.errors(truth(RING_STEP, step))["dq"] < 0.1
 
 
-FORWARD, BACKWARD = 2, 4  # arrays in the kernel's double buffer
-IN, OUT = "_incoming", "_outgoing"  # of dq
-
-
-class Copies(list):
-    """Those of one tile of dq."""
-
-    def __init__(self, copies: list, way: str, tile: jax.Array):
-        super().__init__(copies)
-        self.way, self.tile = way, tile
-
-
 @pytest.fixture(scope="module", params=[IN_VMEM, IN_HBM], ids=["VMEM", "HBM"])
 def copied_tiles(request):
-    """Returns step -> the tiles started and waited for, by array, and where dq is."""
-    calls = collections.defaultdict(list)
+    """Returns step -> how many tiles were copied, by arrays, and where dq is."""
+    counts = collections.Counter()
 
-    def record(key: tuple[str, int | str], tile: jax.Array) -> None:
-        jax.debug.callback(lambda tile: calls[key].append(int(tile)), tile)
-
-    def recorded(name: str):
-        method = getattr(DoubleBuffer, name)
-
-        def run(self: DoubleBuffer, tile: jax.Array, slot: jax.Array):
-            record((name, len(self.sources)), tile)
-            return method(self, tile, slot)
-
-        return run
-
-    def recorded_all(name: str):
-        method = getattr(backward_dq, f"{name}_all")
-
-        def run(copies: Copies) -> None:
-            record((name, copies.way), copies.tile)
-            method(copies)
-
-        return run
-
-    def tagged(owner: type[Resident | Streamed], way: str):
-        method = getattr(owner, way)
-
-        def build(self: Resident | Streamed, i: jax.Array, *n: jax.Array) -> Copies:
-            return Copies(method(self, i, *n), way, i)
-
-        return build
+    def start_all(copies: list) -> None:
+        jax.debug.callback(lambda: counts.update([len(copies)]))
+        for copy in copies:
+            copy.start()
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in "start", "wait":
-            patch.setattr(DoubleBuffer, name, recorded(name))
-            patch.setattr(backward_dq, f"{name}_all", recorded_all(name))
-        for owner, way in itertools.product((Resident, Streamed), (IN, OUT)):
-            patch.setattr(owner, way, tagged(owner, way))
+        for module in dma, backward_dq:
+            patch.setattr(module, "start_all", start_all)
         program = (
             compiled(SimulatedTpu().with_vmem(request.param), RING_STEP.scale)
             .lower(RING_STEP.draw(np.random.default_rng(0)).astype(jnp.float32))
             .compile()
         )
 
-    def run(step: Step) -> dict[tuple[str, int | str], list[int]]:
-        for called in calls.values():
-            called.clear()
+    def run(step: Step) -> collections.Counter[int]:
+        counts.clear()
         jax.block_until_ready(program(step.astype(jnp.float32)))
         jax.effects_barrier()
-        return calls
+        return counts
 
     return run, request.param == IN_VMEM
 
@@ -281,13 +240,8 @@ def test_a_tile_is_copied_once_for_each_live_tile_and_no_other(name, copied_tile
     visible = (start[0, :, None] <= INDEX) & (INDEX < stop[0, :, None])
     live = visible.reshape(4, 256, 4, 256).any(axis=(1, 3))  # (query tiles, key tiles)
     run, is_resident = copied_tiles
-    calls = run(bounded(RING_STEP.draw(rng), name))
-    dq = live.any(1) if is_resident else live.sum(1)
-    expected = {FORWARD: live.sum(0), BACKWARD: live.sum(1), IN: dq, OUT: dq}
-    for array, tiles in expected.items():
-        copied = np.bincount(calls["start", array], minlength=4)
-        np.testing.assert_array_equal(copied, RING_STEP.kv_heads * tiles)
-        # To wait for a tile of dq on its way out, any of its size is named.
-        waited = calls["wait", array]
-        assert len(waited) == copied.sum()
-        assert array == OUT or sorted(waited) == sorted(calls["start", array])
+    dq = live.any(1) if is_resident else live
+    # Keys and values forward, four arrays of queries backward, and dq in and out.
+    tiles = {2: live.sum(), 4: live.sum(), 1: 2 * dq.sum()}
+    expected = {arrays: 2 * number for arrays, number in tiles.items() if number}
+    assert run(bounded(RING_STEP.draw(rng), name)) == expected

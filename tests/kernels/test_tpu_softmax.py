@@ -20,12 +20,9 @@ from tests.steps import Step, StepCase, compiled, run_forward
 SCALE = 0.25
 TILE, SUB_BLOCKS = 256, 2
 KEY_TILES, QUERY_TILES = 4, 2
-CASES = {
-    "first ring step": StepCase(QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1),
-    "later ring step": StepCase(
-        QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1, has_carry=True
-    ),
-}
+FIRST = StepCase(QUERY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1)
+LATER = dataclasses.replace(FIRST, has_carry=True)
+CASES = {"first ring step": FIRST, "later ring step": LATER}
 # Of the key tiles, in the kernel's order: from the last one.
 LEVELS = {
     "level": (0, 0, 0, 0),
@@ -66,8 +63,32 @@ def step_at_levels(
 program = functools.partial(compiled, scale=SCALE, run=run_forward)
 """Returns step -> (out, lse), traced again, so that patches of the module hold."""
 
-PROGRAMS = {name: program(SimulatedTpu()) for name in CASES}
 REFERENCE = program(reference)
+
+
+@pytest.fixture(scope="module")
+def run_and_count():
+    """Returns step -> (its results, the number of tiles computed exactly).
+
+    One program for all tests, as its shapes take long to compile.
+    """
+    count, exact_tile = itertools.count(), query_tile.exact_tile
+
+    def counted(*operands):
+        jax.debug.callback(lambda: next(count))
+        exact_tile(*operands)
+
+    run = program(SimulatedTpu())
+
+    def run_and_count(step: Step) -> tuple[Partial, int]:
+        before = next(count)
+        results = jax.block_until_ready(run(step.astype(jnp.float32)))
+        jax.effects_barrier()
+        return results, (next(count) - before - 1) // SUB_BLOCKS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_tile, "exact_tile", counted)
+        yield run_and_count
 
 
 def errors(results: Partial, truth: Partial) -> np.ndarray:
@@ -82,24 +103,31 @@ def errors(results: Partial, truth: Partial) -> np.ndarray:
     return np.array(found)
 
 
-def true_results(step: Step) -> Partial:
+def assert_exact(results: Partial, step: Step, oracle=REFERENCE) -> None:
+    """Allows what rounding scores of hundreds to float32 makes of the reference."""
     with jax.enable_x64(True):
-        return REFERENCE(step.astype(jnp.float64))
+        truth = oracle(step.astype(jnp.float64))
+    found = errors(results, truth)
+    allowed = errors(oracle(step.astype(jnp.float32)), truth)
+    assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
+
+
+def courses():
+    """Step, levels, and whether all keys are seen, which are slow tests by turns."""
+    for number, (name, levels) in enumerate(itertools.product(CASES, LEVELS)):
+        for attends_to_all in True, False:
+            is_slow = number % 2 == attends_to_all
+            marks = [pytest.mark.slow] * is_slow
+            yield pytest.param(name, levels, attends_to_all, marks=marks)
 
 
 @pytest.mark.thorough(quick=2)
-@pytest.mark.parametrize("attends_to_all", [True, False], ids=["full", "partial too"])
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, levels, attends_to_all", list(courses()))
 def test_any_course_of_scores_gives_the_exact_softmax(
-    name, levels, attends_to_all, rng
+    name, levels, attends_to_all, run_and_count, rng
 ):
-    """As exact as the reference in float32, which rounds scores of hundreds too."""
     step = step_at_levels(rng, CASES[name], LEVELS[levels], attends_to_all)
-    truth = true_results(step)
-    found = errors(PROGRAMS[name](step.astype(jnp.float32)), truth)
-    allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
-    assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
+    assert_exact(run_and_count(step)[0], step)
 
 
 @pytest.mark.thorough
@@ -107,21 +135,18 @@ def test_capped_scores_that_rise_give_the_exact_softmax(rng):
     """From 0 to 180, and log2(e) times as much as exponents: tiles run again."""
     step = step_at_levels(rng, CASES["first ring step"], LEVELS["rising"])
     capped = functools.partial(program, soft_cap=200.0)
-    with jax.enable_x64(True):
-        truth = capped(reference)(step.astype(jnp.float64))
-    step = step.astype(jnp.float32)
-    found = errors(capped(SimulatedTpu())(step), truth)
-    assert (found <= 2 * errors(capped(reference)(step), truth) + 1e-6).all(), found
+    results = capped(SimulatedTpu())(step.astype(jnp.float32))
+    assert_exact(results, step, capped(reference))
 
 
 @pytest.mark.thorough
-def test_rising_scores_overflow_where_no_limit_is_set(monkeypatch, rng):
+def test_rising_scores_overflow_where_no_limit_is_set(run_and_count, monkeypatch, rng):
     """Shows that the test above of rising scores needs tiles to be computed again."""
     ordinary, rising = (
         step_at_levels(rng, CASES["first ring step"], LEVELS[name]).astype(jnp.float32)
         for name in ("level", "rising")
     )
-    expected = PROGRAMS["first ring step"](ordinary)
+    expected, _ = run_and_count(ordinary)
     monkeypatch.setattr(query_tile, "SUM_LIMIT", math.inf)
     run = program(SimulatedTpu())
     assert not any(np.isfinite(x).any() for x in run(rising))
@@ -142,18 +167,23 @@ def causal_step(
 @pytest.mark.parametrize(
     "name, levels",
     [
-        *[("own keys", levels) for levels in LEVELS if levels != "below a carry"],
-        *[("visiting keys", levels) for levels in ("rising", "below a carry")],
-        *[("two heads", "jumping"), ("four heads", "rising"), ("four heads", "level")],
+        *[("own keys", levels) for levels in ("rising", "jumping")],
+        *[("visiting keys", "below a carry"), ("two heads", "jumping")],
+        ("four heads", "rising"),
+        *(
+            pytest.param(*it, marks=pytest.mark.slow)
+            for it in (
+                *[("own keys", "level"), ("own keys", "falling")],
+                *[("visiting keys", "rising"), ("four heads", "level")],
+            )
+        ),
     ],
 )
-def test_diagonals_give_the_exact_softmax_whatever_the_scores_do(name, levels, rng):
+def test_diagonals_give_the_exact_softmax_whatever_the_scores_do(
+    name, levels, run_and_count, rng
+):
     step = causal_step(rng, name, LEVELS[levels])
-    truth = true_results(step)
-    run = PROGRAMS["first ring step"]
-    found = errors(run(step.astype(jnp.float32)), truth)
-    allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
-    assert (found <= 2 * allowed + 1e-6).all(), (found, allowed)
+    assert_exact(run_and_count(step)[0], step)
 
 
 @pytest.mark.thorough
@@ -176,42 +206,9 @@ def test_a_diagonal_is_computed_exactly_where_its_scores_rise(run_and_count, rng
         step.q[..., 0] = 1
         step.k[:, 0, :, 0] = 400  # of the first key alone
         results, tiles = run_and_count(step)
-        truth = true_results(step)
-        allowed = errors(REFERENCE(step.astype(jnp.float32)), truth)
-        assert (errors(results, truth) <= 2 * allowed + 1e-6).all()
+        assert_exact(results, step)
         # One in each query tile, of the key tile that holds the first key.
         assert tiles > 0
-
-
-@pytest.fixture
-def run_and_count(monkeypatch):
-    """Returns step -> (its results, the number of tiles computed exactly)."""
-    count, exact_tile = itertools.count(), query_tile.exact_tile
-
-    def counted(*operands):
-        jax.debug.callback(lambda: next(count))
-        exact_tile(*operands)
-
-    monkeypatch.setattr(query_tile, "exact_tile", counted)
-    run = program(SimulatedTpu())
-
-    def run_and_count(step: Step) -> tuple[Partial, int]:
-        before = next(count)
-        results = jax.block_until_ready(run(step.astype(jnp.float32)))
-        jax.effects_barrier()
-        return results, (next(count) - before - 1) // SUB_BLOCKS
-
-    return run_and_count
-
-
-@pytest.mark.thorough
-def test_full_and_exact_tiles_agree(run_and_count, monkeypatch, rng):
-    step = step_at_levels(rng, CASES["first ring step"], LEVELS["level"])
-    expected = PROGRAMS["first ring step"](step.astype(jnp.float32))
-    monkeypatch.setattr(query_tile, "SUM_LIMIT", 0.0)
-    exact, tiles = run_and_count(step)
-    assert tiles == QUERY_TILES * KEY_TILES
-    assert (errors(exact, expected) < 1e-6).all()
 
 
 @pytest.mark.thorough
