@@ -54,15 +54,15 @@ GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
 def covering_cases():
     """Each case for each implementation.
 
-    Slow: long ones; of one token, but in rings of 2 or with sinks; "pallas_tpu", but
-    with heads of 128 in a ring of 2; "reference", which models have in their tests, but
-    with its tail in rings of 2 and 3.
+    Slow: long ones; of one device, as in `test_attention`; of one token, but in rings
+    of 2 or with sinks; "pallas_tpu", but with heads of 128 in a ring of 2; "reference",
+    which models have in their tests, but with its tail in rings of 2 and 3.
     """
     for case in COVERING:
         has_tail = case.mask != "none" and halves_of(case) > 0
         for name in [x for x in BACKENDS if x not in GPU_KERNELS]:
             sizes = case.ring_size, case.head_dim
-            is_slow = case.length > 1000
+            is_slow = case.length > 1000 or case.ring_size == 1
             is_slow |= case.length == 1 and case.ring_size != 2 and not case.has_sinks
             is_slow |= name == "pallas_tpu" and (sizes != (2, 128) or case.length < 100)
             is_slow |= name == "reference"
