@@ -165,22 +165,22 @@ def test_the_best_is_shown_and_every_row_that_compiles_is_written(
     rows_of, monkeypatch, capsys
 ):
     def refuse_wide(tile, blocks):
-        """A body of as many bundles as a tile has pieces of 128 keys."""
         if blocks.rows == 1024:
             raise ValueError("VMEM")
-        pieces = blocks.stacked_rows * blocks.block_k // (blocks.rows * 128)
-        return make_measurement(tile, blocks, pieces)
+        return make_measurement(tile, blocks, 32 if blocks.rows == 128 else 16)
 
     tables = {"v4": dataclasses.replace(BLOCKS, rows=1024), "v5e": BLOCKS}
     monkeypatch.setitem(tune_block_sizes.TABLES, "backward", tables)
     monkeypatch.setattr(tune_block_sizes, "measure", refuse_wide)
-    arguments = "--chips v5e v4 --direction backward --jobs 2 --rows 256 1024".split()
-    rows = rows_of(tune_block_sizes, *arguments)
+    arguments = "--chips v5e v4 --direction backward --jobs 2 --rows".split()
+    rows = rows_of(tune_block_sizes, *arguments, "128", "256", "1024")
     names = "chip", "blocks_rows", "is_in_table", "bundles"
     assert [tuple(row[name] for name in names) for row in rows] == [
         ("v5e", 512, True, 16),
-        ("v5e", 256, False, 32),
-        ("v4", 256, False, 32),
+        ("v5e", 256, False, 16),
+        ("v5e", 128, False, 32),
+        ("v4", 256, False, 16),
+        ("v4", 128, False, 32),
     ]
     shown = capsys.readouterr().out
     assert "v4: VMEM" in shown and "v5e: VMEM" in shown
