@@ -154,6 +154,14 @@ def test_meshes_of_the_table_are_those_suggested(topology, rows, tokens, mesh):
     assert best.fits and sorted(sizes) == sorted(mesh.split(", "))
 
 
+@pytest.mark.parametrize("claim, held_by", pairs("claims.txt"))
+def test_claims_of_the_pages_are_held_by_tests(claim, held_by):
+    page, words = claim.split(" ", 1)
+    assert words in " ".join((ROOT / page).read_text().split())
+    file, test = held_by.split("::")
+    assert f"def {test}(" in (ROOT / "tests" / file).read_text()
+
+
 def test_selected_tests_are_there():
     chosen = [c.words for c in INLINE if c.words[0] == "pytest"]
     assert chosen
