@@ -214,7 +214,7 @@ def test_transfers_overlap_where_half_of_the_ring_runs_again(chip, ring_size):
     assert re.sub("[sd]", "", backward) == re.sub("[sd]", "", again)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("chip", [slow("v4"), "v5e", slow("v6e")])
 def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
     """On v5e only if the ring goes from neighbour to neighbour. No shard is copied.
