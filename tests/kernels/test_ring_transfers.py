@@ -75,16 +75,21 @@ def test_a_window_sends_what_is_read_of_the_neighbours(layout_name, neighbours, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("layout_name", ["contiguous", "striped"])
-def test_bounds_are_cut_to_what_the_ring_is_told_to_send(layout_name, rng):
-    """Keys outside of `within` are not attended to, whatever the bounds show."""
+@pytest.mark.parametrize(
+    "layout_name, kind",
+    [("contiguous", "bounds"), ("striped", "bounds"), ("contiguous", "mask")],
+)
+def test_the_ring_sends_no_more_than_within_shows(layout_name, kind, rng):
+    """Keys outside of `within` are not attended to, whatever else shows them."""
     q, k, v = (jnp.float32(x) for x in rng.standard_normal((3, 1, 64, 2, 8)))
     order = LAYOUTS[layout_name], 4
     more = {"layout": order[0], "implementation": "reference"}
     attend = make_ring_attention(ring_mesh(4), **more)
-    bounds = masks.causal()(layout.order(*order, 64), 64)
-    told = functools.partial(attend, visible=bounds, within=masks.window(9))
-    found = jax.jit(told)(*(layout.permute(x, *order) for x in (q, k, v)))
+    visible = masks.causal()
+    if kind == "bounds":
+        visible = visible(layout.order(*order, 64), 64)
+    run = functools.partial(attend, visible=visible, within=masks.window(9))
+    found = jax.jit(run)(*(layout.permute(x, *order) for x in (q, k, v)))
     want = attention(q, k, v, visible=masks.window(9), implementation="reference")
     found = layout.unpermute(np.asarray(found), *order)
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
