@@ -46,7 +46,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a small corpus of bytes; tests must not change it."""
-    from tests.runs import prepare_corpus
+    from tests.small.runs import prepare_corpus
 
     return prepare_corpus(tmp_path_factory.mktemp("data"))
 
@@ -54,7 +54,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keeps compiled programs for the files and workers of one `pytest`."""
-    from tests.runs import kept_in
+    from tests.small.runs import kept_in
 
     directory = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

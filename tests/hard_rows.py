@@ -14,7 +14,7 @@ from data.document_mask import DocumentMask
 from data.rows import PackedRows, WholeRows
 from data.text.token_file import TokenFile
 from kernels.layouts import Contiguous, Layout, order
-from tests.numbered_corpus import make_corpus
+from tests.small.corpora import make_corpus
 from tests.written_out import WrittenOut
 
 TOKENS = 24

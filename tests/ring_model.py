@@ -15,7 +15,7 @@ from tasks.state import sharding_of
 from tasks.text import TextRun
 from tests.cases import table
 from tests.hard_rows import ROWS, TOKENS, VOCAB
-from tests.small_llama import Run
+from tests.small.models import Run
 from training.loop import Programs
 from training.mesh import MeshShape
 from training.step import initial_state

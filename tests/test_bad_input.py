@@ -22,7 +22,7 @@ from tasks.command_line import read_config
 from tasks.config_errors import fields_by_name
 from tasks.task import run_settings
 from tests.cases import lines
-from tests.runs import checkpoints_of, files, small_config, small_flags
+from tests.small.runs import checkpoints_of, files, small_config, small_flags
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from tasks.state import optimizer_settings
 from tasks.text import TextRun
 from tests import buckets
 from tests.cases import pairs, table
-from tests.runs import small_config
+from tests.small.runs import small_config
 from training.guard import GuardSettings
 from training.mesh import MESH_AXES, MeshShape, Partition
 from training.optimizer import OptimizerSettings, Storage

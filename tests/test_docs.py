@@ -27,9 +27,9 @@ from tasks import run_config
 from tasks.command_line import read_config
 from tests import pages
 from tests.cases import pairs
-from tests.chat_families import FAMILIES
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT, Command
+from tests.small.chats import FAMILIES
 from tests.tables import as_lines
 from tests.tools import hf_models
 from tools.lib.compiled.pods import aot_pod

@@ -16,7 +16,7 @@ from tasks.exorl import AgentRun
 from tasks.generation import newest_parameters
 from tests.cases import table
 from tests.cases.attention import QUICK
-from tests.small_agent import (
+from tests.small.agents import (
     EPISODE_STEPS,
     ROWS,
     chains_of,

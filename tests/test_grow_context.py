@@ -12,7 +12,7 @@ import train
 from configs import grow_context, line_retrieval
 from tests.cases import table
 from tests.processes import run_program
-from tests.runs import SMALL, Run, files
+from tests.small.runs import SMALL, Run, files
 
 pytestmark = pytest.mark.usefixtures("programs")
 

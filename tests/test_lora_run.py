@@ -11,8 +11,8 @@ import pytest
 from tasks.generation import restored_parameters
 from tasks.text import TextRun
 from tests.cases import table
-from tests.runs import Run, assert_equal_bits, files, small_config
-from tests.small_agent import drawn
+from tests.small.agents import drawn
+from tests.small.runs import Run, assert_equal_bits, files, small_config
 from training.feed import place
 from training.step import make_evaluate_step
 from training.stored_step import StoredStep

@@ -19,7 +19,7 @@ from tasks import systems
 from tasks.run import Run as TaskRun
 from tasks.text import TextRun
 from tests.cases import table
-from tests.runs import Run
+from tests.small.runs import Run
 
 pytestmark = pytest.mark.thorough
 

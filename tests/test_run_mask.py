@@ -23,8 +23,8 @@ from tasks.layout_advice import layout_line
 from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.cases import table
-from tests.runs import small_config
-from tests.small_llama import partition_of
+from tests.small.models import partition_of
+from tests.small.runs import small_config
 from training.mesh import MeshShape
 
 MASKS = ["causal", "window(7)", "prefix(9)"]

@@ -22,9 +22,9 @@ from kernels import layouts as layout
 from tasks.layout_advice import padding_line
 from tasks.text import TextRun
 from tests.cases import table
-from tests.numbered_corpus import assert_same_batch
-from tests.runs import small_config
-from tests.small_llama import Run, assert_same, partition_of
+from tests.small.corpora import assert_same_batch
+from tests.small.models import Run, assert_same, partition_of
+from tests.small.runs import small_config
 from tools.lib.compiled.hlo_text import arrays
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.step import Step

@@ -19,8 +19,8 @@ from data.text.tokenizer import open_tokenizer
 from tasks.command_line import read_config
 from tests import tables
 from tests.cases import table
-from tests.chat_families import FAMILIES
-from tests.runs import SMALL, Run
+from tests.small.chats import FAMILIES
+from tests.small.runs import SMALL, Run
 from tools import generate, prepare_chat, prepare_text
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("programs")]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.checkpoints.small_state import STEPS, checkpoints, state
+from tests.small.states import STEPS, checkpoints, state
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 import pytest
 
-from tests.checkpoints.small_state import (
+from tests.small.runs import assert_equal_bits, files
+from tests.small.states import (
     LEAVES_COROUTINES,
     STEPS,
     abstract,
@@ -21,7 +22,6 @@ from tests.checkpoints.small_state import (
     checkpoints,
     state,
 )
-from tests.runs import assert_equal_bits, files
 from training.checkpoint import Manager
 from training.stored_step import shows_damage
 from training.weights import SavedParameters

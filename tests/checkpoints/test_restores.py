@@ -12,13 +12,13 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.checkpoints.small_state import (
+from tests.small.runs import assert_equal_bits, files
+from tests.small.states import (
     abstract,
     assert_restores,
     checkpoints,
     state,
 )
-from tests.runs import assert_equal_bits, files
 from training.checkpoint import Checkpoints
 from training.stored_step import StoredStep
 from training.weights import SavedParameters, save_parameters

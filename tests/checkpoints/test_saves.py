@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from etils import epath
 
-from tests.checkpoints.small_state import (
+from tests.small.runs import files
+from tests.small.states import (
     LEAVES_COROUTINES,
     assert_restores,
     broken,
     checkpoints,
     state,
 )
-from tests.runs import files
 
 pytestmark = LEAVES_COROUTINES
 PATH = type(epath.Path("/"))

@@ -3,7 +3,7 @@ import pytest
 
 from data.agents.chains import ChainBatch, Chains, hold_out, of_step_before
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
-from tests.numbered_corpus import assert_same_batch
+from tests.small.corpora import assert_same_batch
 
 
 def pack(directory, episodes):

@@ -18,8 +18,8 @@ from data.chat.chat_template import MARKS, OWN, ChatTemplate, open_template, tem
 from data.chat.conversation import Conversation
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table
-from tests.chat_families import FAMILIES, INST, QWEN
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
+from tests.small.chats import FAMILIES, INST, QWEN
 
 BYTES = ByteTokenizer()
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "chat_templates.json"

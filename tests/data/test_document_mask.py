@@ -7,7 +7,7 @@ from data.document_mask import DocumentMask
 from data.rows import ROW_PLANS
 from kernels import masks
 from tests.cases import table
-from tests.numbered_corpus import make_corpus, read_rows
+from tests.small.corpora import make_corpus, read_rows
 
 LENGTH = 20
 MASKS = ["causal", "window(1)", "window(5)", "window(2147483647)", "prefix(1)"]

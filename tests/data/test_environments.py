@@ -15,7 +15,7 @@ from data.agents.episodes import DOMAINS
 from data.agents.exorl import computed_rewards, observation_error
 from data.agents.hidden_physics import HiddenPhysics
 from tests.cases import pairs
-from tests.episodes import rolled_out
+from tests.small.episodes import rolled_out
 
 TASKS = [
     (domain, task)

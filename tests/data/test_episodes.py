@@ -18,8 +18,8 @@ from data.agents.episodes import (
     write_episode,
 )
 from tests.cases import pairs, table
-from tests.episodes import made_up
 from tests.fuzzing import damaged, fuzz
+from tests.small.episodes import made_up
 
 STEPS = 100
 

@@ -12,7 +12,7 @@ from data.agents.exorl import Selection, describe, pack
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
 from tests.cases import table
-from tests.episodes import made_up_buffer, rolled_out
+from tests.small.episodes import made_up_buffer, rolled_out
 
 STORED = Selection("stored")
 

@@ -15,7 +15,7 @@ from data.text.tokenizer import open_tokenizer
 from kernels.layouts import Striped, Zigzag, order
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face
-from tests.numbered_corpus import assert_same_batch, make_corpus
+from tests.small.corpora import assert_same_batch, make_corpus
 
 SIZES = 2570, 650, 330
 ROWS = 160, 40, 20

@@ -24,7 +24,7 @@ from data.rows import (
 from data.text.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.fuzzing import set_field
-from tests.numbered_corpus import (
+from tests.small.corpora import (
     NUMBERS,
     assert_same_batch,
     make_batches,

@@ -9,7 +9,7 @@ from tokenizers import models
 from data.text.text_stream import TextStream
 from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
 from tests.cases import table
-from tests.chat_families import Family
+from tests.small.chats import Family
 
 TEXT = "The cat sat on the mat. Die Möwe sprach: 猫!\r\n\tdef f(x): return x\n"
 

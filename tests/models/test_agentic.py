@@ -11,14 +11,14 @@ from data.agents.chains import ChainBatch
 from data.agents.trajectory_file import TrajectoryFile
 from models.actions import Actions
 from tests.cases import in_tiers
-from tests.small_agent import (
+from tests.small.agents import (
     EPISODE_STEPS,
     ONE_TOKEN,
     Run,
     chains_of,
     make_trajectories,
 )
-from tests.small_llama import assert_same
+from tests.small.models import assert_same
 from training.mesh import MeshShape
 
 REAL = 2 * EPISODE_STEPS

@@ -19,7 +19,7 @@ from models.sampling import Sampling, row_keys, sample
 from tasks.generation import generator
 from tasks.text import TextRun
 from tests.cases import in_tiers, table
-from tests.small_llama import (
+from tests.small.models import (
     ROWS,
     SLOTS,
     VOCAB,

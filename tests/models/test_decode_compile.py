@@ -11,7 +11,7 @@ from models.sampling import Sampling
 from tasks import systems
 from tasks.generation import cache_shardings, generator
 from tasks.text import TextRun
-from tests.runs import small_config
+from tests.small.runs import small_config
 from tools.lib.compiled.pods import aot_pod, compile_for
 
 pytestmark = pytest.mark.thorough

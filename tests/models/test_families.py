@@ -11,10 +11,10 @@ import pytest
 from data.batch import Batch
 from kernels.layouts import permute
 from tests.cases import in_tiers, table
-from tests.families import FAMILIES
-from tests.runs import KINDS
-from tests.small_agent import drawn
-from tests.small_llama import Run, assert_same, rows
+from tests.small.agents import drawn
+from tests.small.families import FAMILIES
+from tests.small.models import Run, assert_same, rows
+from tests.small.runs import KINDS
 from training.mesh import MeshShape
 from training.step import initial_state
 

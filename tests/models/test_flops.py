@@ -16,7 +16,7 @@ from models.sizes import LanguageModelConfig, Lora
 from tasks import text
 from tasks.text import TextRun
 from tests.cases import table
-from tests.small_llama import partition_of
+from tests.small.models import partition_of
 from training.mesh import MeshShape
 
 GROUPED = LanguageModelConfig(

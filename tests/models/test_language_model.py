@@ -13,8 +13,8 @@ from flax import nnx
 
 from models.layers import FeedForward
 from tests.cases import in_tiers
-from tests.families import FAMILIES
-from tests.small_llama import BATCH_ROWS, LENGTH, Run, assert_same, rows, run_on
+from tests.small.families import FAMILIES
+from tests.small.models import BATCH_ROWS, LENGTH, Run, assert_same, rows, run_on
 from tests.written_out import WrittenOut
 from training.mesh import MeshShape
 

@@ -14,7 +14,7 @@ from models.adapters import multiply
 from models.layers import through_stack
 from models.memory import Execution
 from models.sizes import Lora
-from tests.small_llama import assert_same
+from tests.small.models import assert_same
 from tools.lib.compiled.pods import aot_pod
 
 FLOAT = jnp.dtype("float32")

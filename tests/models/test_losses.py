@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.losses import Parts, cross_entropy
-from tests.small_llama import assert_same, partition_of
+from tests.small.models import assert_same, partition_of
 from training.mesh import MeshShape
 
 ROWS, LENGTH, EMBED, VOCAB = 4, 18, 32, 46

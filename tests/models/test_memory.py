@@ -13,7 +13,7 @@ import pytest
 from models.memory import REMAT_POLICIES, Device, Kept, choose_chunk
 from models.sizes import DecoderConfig
 from tests.cases import table
-from tests.small_llama import BATCH_ROWS, LENGTH, Run, assert_same, rows
+from tests.small.models import BATCH_ROWS, LENGTH, Run, assert_same, rows
 from training.mesh import MeshShape
 
 DEVICES = {

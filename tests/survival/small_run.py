@@ -8,7 +8,7 @@ from typing import Any
 import train
 from tests.cases import table
 from tests.processes import Processes
-from tests.runs import Run, assert_equal_bits
+from tests.small.runs import Run, assert_equal_bits
 
 SMALLER = dict(table("runs.txt", "survival"))
 STEPS = SMALLER["train__steps"]

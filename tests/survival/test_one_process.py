@@ -19,7 +19,7 @@ import pytest
 import train
 from tasks.command_line import read_config
 from tests.processes import run_program
-from tests.runs import KINDS, assert_equal_bits
+from tests.small.runs import KINDS, assert_equal_bits
 from tests.survival.small_run import QUIET, STEPS, Small, start_and_kill
 from training.guard import SPIKE_WINDOW, BadSteps
 from training.preemption import Preempted

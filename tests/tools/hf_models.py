@@ -18,7 +18,7 @@ from models.abstract import Model
 from models.sizes import LanguageModelConfig
 from tasks.systems import attention_system
 from tasks.text import TextRun
-from tests.runs import small_config
+from tests.small.runs import small_config
 from tools import convert_hf
 from tools.lib.hf.config import model_config
 from tools.lib.hf.names import weights_of

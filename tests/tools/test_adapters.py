@@ -22,7 +22,7 @@ from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.cases import pairs
 from tests.models.test_memory import products
-from tests.small_llama import assert_same, partition_of
+from tests.small.models import assert_same, partition_of
 from tests.tools import hf_models
 from tools.convert_hf import export_model, import_model, main
 from tools.lib.hf import adapters

@@ -9,8 +9,8 @@ import pytest
 
 from data.agents.chains import ChainBatch, of_step_before, standardised
 from models.actions import Actions
-from tests import small_agent
-from tests.small_agent import (
+from tests.small import agents
+from tests.small.agents import (
     EPISODE_STEPS,
     OBSERVATION_SIZE,
     ONE_TOKEN,
@@ -46,7 +46,7 @@ class Toy:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    return small_agent.make_trajectories(tmp_path_factory.mktemp("data"))
+    return agents.make_trajectories(tmp_path_factory.mktemp("data"))
 
 
 def acting(attention="striped", **fields):
@@ -270,7 +270,7 @@ def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file, tmp_path):
     assert outcome.returns[:, 0] == pytest.approx([file.returns[3]] * ROWS)
     other = with_context(4).steps.actions[:, SECOND]
     assert np.abs(other - outcome.steps.actions[:, SECOND]).max() > 1e-3
-    uneven = small_agent.make_trajectories(tmp_path)
+    uneven = agents.make_trajectories(tmp_path)
     uneven.offsets[1] -= 1
     with pytest.raises(ValueError, match="different lengths"):
         Recording(uneven, np.array([[0], [1]])).begin(0)

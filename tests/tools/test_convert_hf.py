@@ -20,7 +20,7 @@ from tasks.command_line import read_config
 from tasks.text import TextRun
 from tests.cases import pairs
 from tests.data.test_tokenizer import make_hugging_face
-from tests.small_llama import partition_of
+from tests.small.models import partition_of
 from tests.tools import hf_models
 from tools.convert_hf import export_model, import_model, main
 from tools.lib.hf.config import model_config

@@ -20,8 +20,8 @@ from tasks.generation import generator, restored_parameters
 from tasks.text import TextRun
 from tests.data.test_tokenizer import make_hugging_face
 from tests.hard_rows import token_losses
-from tests.runs import small_config, small_flags
-from tests.small_llama import partition_of
+from tests.small.models import partition_of
+from tests.small.runs import small_config, small_flags
 from tests.tools.test_generate import save
 from tools import evaluate, figures
 from tools.lib.evaluation import loss

@@ -19,7 +19,7 @@ from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identi
 from tasks.exorl import AgentRun
 from tests.cases import pairs
 from tests.pages import ROOT
-from tests.small_agent import SMALL, drawn
+from tests.small.agents import SMALL, drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.contexts import asked, world_contexts
 from tools.lib.exorl.references import references

@@ -29,8 +29,8 @@ from tasks.generation import restored_parameters
 from tasks.text import TextRun
 from tests.cases import pairs
 from tests.data.test_tokenizer import make_hugging_face
-from tests.runs import files, small_config, small_flags
-from tests.small_agent import drawn
+from tests.small.agents import drawn
+from tests.small.runs import files, small_config, small_flags
 from tests.tools import hf_models
 from tools import generate
 from tools.generate import Chat, Writer, find_sampling, find_tokenizer, main

@@ -19,7 +19,7 @@ from models.rope import RopeScaling, rotations
 from models.sizes import DecoderConfig
 from tasks.text import TextRun
 from tests.cases.attention import LAYOUTS
-from tests.small_llama import partition_of
+from tests.small.models import partition_of
 from tests.tools import hf_models
 from tools.lib.hf.names import ATTENTION
 from tools.lib.hf.rope import read_rope

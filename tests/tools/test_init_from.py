@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.runs import Run
-from tests.small_llama import partition_of
+from tests.small.models import partition_of
+from tests.small.runs import Run
 from tools.convert_hf import export_model, import_model
 from training.mesh import MeshShape
 

@@ -21,12 +21,12 @@ from tasks import config_checks, run_config
 from tasks.command_line import read_config
 from tasks.task import make_run
 from tasks.text import TextRun
-from tests.chat_families import QWEN
 from tests.data.test_chat import rows
 from tests.data.test_corpus import fill, read_both
 from tests.data.test_tokenizer import make_hugging_face
-from tests.runs import SMALL, small_config
-from tests.small_agent import drawn
+from tests.small.agents import drawn
+from tests.small.chats import QWEN
+from tests.small.runs import SMALL, small_config
 from tools import (
     convert_hf,
     generate,

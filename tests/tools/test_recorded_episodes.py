@@ -13,7 +13,7 @@ from data.agents.episodes import BadEpisode, Buffer, read_episode
 from data.agents.exorl import Selection, computed_rewards, pack
 from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
-from tests.episodes import made_up_buffer
+from tests.small.episodes import made_up_buffer
 from tools import make_dark_room, make_exorl, make_worlds, pack_exorl
 from tools.lib.exorl.controller import controller
 from tools.lib.exorl.policy_search import Family, search, stratify

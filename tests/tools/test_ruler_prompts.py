@@ -11,7 +11,7 @@ import pytest
 
 from data.chat.chat_template import open_template
 from data.text.tokenizer import open_tokenizer
-from tests import chat_families
+from tests.small import chats
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.sources import (
     ESSAYS,
@@ -112,7 +112,7 @@ def chat(tmp_path_factory) -> Encoder:
     """Makes the tokenizer of the fixture's chats, with its template."""
     made = json.loads(LETTERS.read_text("utf-8"))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    for name in chat_families.LLAMA3:
+    for name in chats.LLAMA3:
         number = len(made["model"]["vocab"]) + len(made["added_tokens"]) - 1
         token = {"id": number, "content": name, "special": True, **flags}
         made["added_tokens"].append(token)

@@ -16,8 +16,8 @@ from kernels.ring import torus
 from tasks.text import TextRun
 from tests.cases import table
 from tests.cases.attention import QUICK
-from tests.runs import small_config
-from tests.small_llama import partition_of
+from tests.small.models import partition_of
+from tests.small.runs import small_config
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.pods import compile_for, tpu_devices
 from training.mesh import MeshShape, Partition, make_mesh

@@ -15,9 +15,9 @@ import pytest
 from tasks import state
 from tasks.state import abstract_state
 from tasks.text import TextRun
-from tests.families import FAMILIES
-from tests.runs import KINDS, assert_equal_bits
-from tests.small_llama import config_of, partition_of
+from tests.small.families import FAMILIES
+from tests.small.models import config_of, partition_of
+from tests.small.runs import KINDS, assert_equal_bits
 from training.checkpoint import Checkpoints
 from training.mesh import MeshShape
 from training.optimizer import OptimizerSettings, Storage, decayed, make_optimizer

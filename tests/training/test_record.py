@@ -21,7 +21,7 @@ from data.text.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.cases import table
 from tests.processes import Processes, free_port
-from tests.runs import small_config
+from tests.small.runs import small_config
 from training import record, workdir
 from training.digest import digests
 from training.feed import place
@@ -49,7 +49,7 @@ import contextlib, json, os, sys
 from pathlib import Path
 import jax
 from tasks.task import run_settings
-from tests.runs import small_config
+from tests.small.runs import small_config
 from tests.training.test_record import first_digests
 from training import hosts, record, workdir
 from training.weights import SavedParameters

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
 from kernels import masks
-from tests.runs import assert_equal_bits
+from tests.small.runs import assert_equal_bits
 from tools.lib.compiled.pods import aot_pod, compile_for
 from training.mesh import MeshShape, Partition, make_mesh
 from training.optimizer import OptimizerSettings, make_optimizer

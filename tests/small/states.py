@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from tests.runs import assert_equal_bits
+from tests.small.runs import assert_equal_bits
 from training.checkpoint import Checkpoints
 
 FINGERPRINT = {"layers": 2}

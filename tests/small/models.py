@@ -19,9 +19,9 @@ from kernels.masks import Mask
 from models.abstract import Model
 from tasks.systems import attention_system
 from tasks.text import TextRun
-from tests.families import FAMILIES
-from tests.runs import small_config
-from tests.small_agent import drawn
+from tests.small.agents import drawn
+from tests.small.families import FAMILIES
+from tests.small.runs import small_config
 from training.mesh import MeshShape, Partition, make_mesh
 
 ROWS, SLOTS, VOCAB = 2, 64, 40
