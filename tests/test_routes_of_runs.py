@@ -30,7 +30,7 @@ LAYERS = 2
 
 
 ROUTES = [
-    pytest.param(row, marks=[pytest.mark.slow] * (number > 0))
+    pytest.param(row, marks=[pytest.mark.slow] * (number > 1))
     for number, row in enumerate(table("runs.txt", "routes"))
 ]
 
