@@ -149,6 +149,13 @@ def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
             assert cut.blocks.stacked_rows == cut.heads * cut.sizes.block_q
 
 
+@pytest.mark.quick
+def test_gradients_of_repeated_heads_are_summed_over_their_stacks(rng):
+    x = jnp.float32(rng.integers(-9, 9, (2, 5, 3, 4)))  # sums are exact
+    cut = Cut(2, 6, *[None] * 3)
+    np.testing.assert_array_equal(cut.sum_heads(cut.repeat_heads(x)), 6 * x)
+
+
 @pytest.mark.slow
 def test_heads_that_are_not_stacked_see_the_keys_that_they_share(rng):
     """Vector memory holds the rows of one head of five: keys are read five times."""
