@@ -260,3 +260,30 @@ def test_where_keys_are_not_as_many_as_queries_no_shard_is_left_out(name, length
         want = attention(q, k, v, visible=mask, implementation="reference")
         out = layouts.unpermute(out, layout, 4)
         np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
+def test_a_counted_ring_of_documents_in_their_shards_sends_nothing(layout_name, rng):
+    """Each device attends to its own keys alone, forward and backward."""
+    order = LAYOUTS[layout_name], 2
+    x = np.float32(rng.standard_normal((3, 1, 16, 2, 8)))
+    ids = np.arange(16)[None] // 4  # the chunks of zigzag
+    more = {"layout": order[0], "implementation": "reference", "count_steps": True}
+    attend = make_ring_attention(ring_mesh(2), **more)
+
+    def on_ring(ids, *qkv):
+        qkv = (layouts.permute(x, *order) for x in qkv)
+        return layouts.unpermute(attend(*qkv, masks.documents(ids)), *order)
+
+    def on_one(ids, *qkv):
+        return attention(*qkv, visible=masks.documents(ids))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(run, ids, *qkv):
+        out, pull = jax.vjp(functools.partial(run, ids), *qkv)
+        return out, *pull(out)
+
+    for found, want in zip(
+        *(results(r, ids, *x) for r in (on_ring, on_one)), strict=True
+    ):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
