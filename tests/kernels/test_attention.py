@@ -248,6 +248,17 @@ def test_padding_may_hold_anything(implementation, rng):
     assert_equal(solve_by_attention(given, implementation), want)
 
 
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_scores_far_apart_do_not_overflow(scale):
+    """Of 300 and -300: the mean of the values of every other key."""
+    q = jnp.zeros((1, QUERIES, 1, DEPTH)).at[..., 0].set(300.0)
+    sign = jnp.float32(np.arange(KEYS) % 2 * 2 - 1)
+    k = jnp.zeros((1, KEYS, 1, DEPTH)).at[..., 0].set(sign[None, :, None])
+    v = jnp.broadcast_to(sign[None, :, None, None], k.shape)
+    full = {"visible": masks.full(), "scale": scale}
+    np.testing.assert_allclose(attention(q, k, v, **full), scale, rtol=1e-5)
+
+
 def test_masks_without_padding_leave_the_program_as_it_is():
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     mask = masks.causal() & masks.window(9)
