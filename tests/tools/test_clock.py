@@ -101,6 +101,8 @@ def test_kernels_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
     bundles = 9522 / V4.bundles_per_second
     least = 10 * TILE**2 * 128 / V4.peak_flops
     assert clock.speed(V4, "backward").full == pytest.approx(max(bundles, least))
+    assert clock.source(V4).endswith("forward 4142, backward 9522")
+    assert clock.source(H200).endswith("reaches them: forward 60%, backward 50%")
 
 
 def test_heads_wider_than_the_matrix_unit_take_several_passes():
