@@ -1,6 +1,6 @@
 """Bad input is refused with its value and a remedy, before anything is compiled.
 
-What changes between the starts of a run is told, or refused by its name.
+What changes between the starts of a run is reported, or refused by name.
 """
 
 import math

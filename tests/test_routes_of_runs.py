@@ -18,7 +18,7 @@ from kernels.ring.comm import Ring
 from tasks import systems
 from tasks.run import Run as TaskRun
 from tasks.text import TextRun
-from tests.cases import table
+from tests.cases import in_tiers
 from tests.small.runs import Run
 
 pytestmark = pytest.mark.thorough
@@ -27,12 +27,6 @@ STEPS, ROWS, TOKENS = 4, 8, 320
 # The package has a function of this name.
 ring_attention = importlib.import_module("kernels.ring_attention")
 LAYERS = 2
-
-
-ROUTES = [
-    pytest.param(row, marks=[pytest.mark.slow] * (number > 1))
-    for number, row in enumerate(table("runs.txt", "routes"))
-]
 
 
 def fields_of(
@@ -109,7 +103,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=str)
+@pytest.mark.parametrize("route", in_tiers("runs.txt", "routes"), ids=str)
 def test_a_packed_corpus_has_one_devices_losses(
     short_documents, tmp_path, truth, sent, monkeypatch, route
 ):

@@ -21,7 +21,7 @@ from data.batch import Batch
 from kernels import layouts as layout
 from tasks.layout_advice import padding_line
 from tasks.text import TextRun
-from tests.cases import table
+from tests.cases import in_tiers, table
 from tests.small.corpora import assert_same_batch
 from tests.small.models import Run, assert_same, partition_of
 from tests.small.runs import small_config
@@ -138,10 +138,6 @@ def test_keys_and_values_travel_with_their_own_heads_and_no_hop_too_far(systems)
 
 
 SHORT = dict(table("runs.txt", "short"))
-LENGTHS = [
-    pytest.param(*row, marks=[pytest.mark.slow] * (number > 1))
-    for number, row in enumerate(table("runs.txt", "length"))
-]
 
 
 def first_step(corpus: Path, ring: int, attention: str, **fields: Any) -> tuple:
@@ -166,7 +162,9 @@ def unpadded(corpus: Path, tokens: int, rows: str, mask: str) -> tuple:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("attention, ring, tokens, slots, more", LENGTHS)
+@pytest.mark.parametrize(
+    "attention, ring, tokens, slots, more", in_tiers("runs.txt", "length")
+)
 def test_a_padded_row_has_the_loss_gradients_and_work_of_one_device(
     corpus, attention, ring, tokens, slots, more
 ):

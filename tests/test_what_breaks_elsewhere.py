@@ -18,7 +18,7 @@ from data.batch import Batch
 from kernels import layouts
 from kernels.ring import comm as ring_comm
 from models import losses
-from tests.cases import table
+from tests.cases import in_tiers
 from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
 from tests.pages import ROOT
 from tests.ring_model import RingModel
@@ -187,10 +187,7 @@ def test_dropped_sinks_give_other_losses(rows):
 @pytest.fixture(
     scope="module",
     ids=str,
-    params=[
-        pytest.param(row, marks=[slow] * (number > 0))
-        for number, row in enumerate(table("runs.txt", "trains"))
-    ],
+    params=in_tiers("runs.txt", "trains"),
 )
 def run(request: pytest.FixtureRequest) -> RingModel:
     """A model that validates and makes steps."""

@@ -6,30 +6,33 @@ from pathlib import Path
 import pytest
 
 NUMBERS = {"inf": math.inf, "nan": math.nan, "__builtins__": {}}
+"""Names that values may have."""
 
 
 def lines(name: str) -> list[str]:
+    """Returns the lines of a file that are not comments."""
     text = (Path(__file__).parent / name).read_text()
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def pairs(name: str, kind: str = "") -> list[tuple[str, str]]:
-    """What is wrong, and what is said of it, around an arrow; of the kind before it."""
+    """Returns a kind's cases: what is wrong, and behind an arrow what is said of it."""
     before = kind and f"{kind} "
     chosen = (line for line in lines(name) if line.startswith(before))
     return [tuple(line.removeprefix(before).split(" => ", 1)) for line in chosen]
 
 
 def table(name: str, kind: str) -> list[tuple]:
-    """Cases of a kind: values as in Python, and behind an arrow what is said."""
+    """Returns a kind's cases: values as in Python, and behind an arrow what is said."""
     found = (line.split(" ", 1) for line in lines(name))
     rows = [rest.split(" => ", 1) for before, rest in found if before == kind]
     return [(*eval(f"({values},)", NUMBERS), *said) for values, *said in rows]
 
 
 def in_tiers(name: str, kind: str) -> list:
-    """Cases of a kind, and those of `slow-KIND`, which are marked so."""
-    slow = (
-        pytest.param(*c, marks=pytest.mark.slow) for c in table(name, f"slow-{kind}")
-    )
-    return [*table(name, kind), *slow]
+    """Returns the cases of a kind, and those of `slow-KIND`, marked as slow."""
+    return [
+        pytest.param(*case, marks=marks)
+        for which, marks in ((kind, ()), (f"slow-{kind}", pytest.mark.slow))
+        for case in table(name, which)
+    ]

@@ -262,7 +262,7 @@ def test_bad_batches_are_refused(corpus):
 
 
 def stretched(directory, tokens):
-    """A corpus of so many tokens: sparse, and so without taking space."""
+    """A sparse corpus of this many tokens, which takes no space on the disk."""
     corpus = make_corpus(directory, [1, 2, 3]).directory
     set_field(corpus / "meta.json", "splits.train.tokens", tokens)
     os.truncate(corpus / "train.tokens.bin", 4 * tokens)

@@ -324,7 +324,7 @@ def test_small_scales_cost_no_digits(name, dtype, scale, rng):
     step = case.draw(rng, dtype)
     step = step._replace(dq=np.zeros_like(step.dq))
     if dtype != jnp.float16:
-        # So that gradients are no denormal numbers, which are flushed to 0.
+        # Denormal gradients would be flushed to 0.
         step = step._replace(do=step.do * 2.0**20, delta=step.delta * 2.0**20)
     got = step_answer(compiled(BACKENDS[name], scale)(step.astype(dtype)), step)
     exact = truth(case, step)
@@ -333,7 +333,7 @@ def test_small_scales_cost_no_digits(name, dtype, scale, rng):
         x, true = (getattr(it, field) for it in (got, exact))
         size = np.linalg.norm(true)
         assert size > 0
-        # A scale that is no normal number leaves nothing of dq and dk.
+        # A denormal scale leaves nothing of dq and dk.
         error = np.linalg.norm(x - true) / max(size, 1e-30)
         assert error <= DIGITS[dtype], (field, error)
 

@@ -233,7 +233,9 @@ def test_ring_over_part_of_a_mesh_matches_one_device(name, rng):
         return *results, *pull(gradients)
 
     got, want = (with_gradients(run, q, k, v, sinks) for run in (on_ring, on_one))
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(got[2:], want[2:], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -274,5 +276,5 @@ def test_rings_as_on_a_tpu_match_one_device(monkeypatch, rng):
         monkeypatch.setattr(module, "is_cpu", lambda: False)
     # Halves of the queries end within a tile.
     case = Case(2, "striped", "documents", 2, 997, 100, heads=2)
-    make = functools.partial(sharded_ring)  # anew
+    make = functools.partial(sharded_ring)  # not yet compiled
     assert_as_on_one_device(rng, case, blockwise, make=make)

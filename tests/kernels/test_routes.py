@@ -122,7 +122,7 @@ def test_rings_longer_than_they_are_unrolled_match_one_device(
     """As many steps unrolled as in a run, and one left over; or all of them."""
     monkeypatch.setattr(comm, "UNROLLED_STEPS", most)
     case = Case(5, layout_name, "documents", 2, 93, 16, heads=8)
-    make = functools.partial(sharded_ring, route=routes_of(case)[name])  # anew
+    make = functools.partial(sharded_ring, route=routes_of(case)[name])  # not compiled
     assert_as_on_one_device(rng, case, reference, make=make)
 
 

@@ -81,7 +81,7 @@ def test_the_order_of_each_computation_with_transfers(program):
     assert sorted(program.orders()) == ["sBd", "sFdsdS"]
 
 
-def test_a_loop_of_unknown_length_is_counted_once_and_told():
+def test_a_loop_of_unknown_length_is_counted_once_and_reported():
     text = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"2"}}', "")
     program = Program.parse(text, devices=4)
     assert program.unknown_loops == 1
@@ -182,7 +182,7 @@ def shares(order: str) -> list[float]:
 
 @pytest.mark.parametrize(("order", "expected"), pairs("schedules.txt"))
 def test_a_transfer_is_hidden_by_the_kernels_of_its_step(order, expected):
-    """Of its own: the last step of a ring is none of the next one's."""
+    """Kernels of the next ring do not hide the last step of this one."""
     order = re.sub(r"\((\S+?)\)(\d+)", lambda m: m[1] * int(m[2]), order)
     wanted = [float(Fraction(n)) for n in expected.split()]
     found = shares(order.replace(" ", ""))
