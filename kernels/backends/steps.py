@@ -49,6 +49,30 @@ class PlainForward:
 
 
 @dataclass(frozen=True)
+class CommonForward:
+    """Forward steps that pass on partial results as `reference.forward` returns them.
+
+    Kernels for keys of several lengths may cut the queries, and their results, each in
+    a way of its own.
+    """
+
+    steps: Any
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
+        return self.steps.prepare(k_start, k_end)
+
+    def begin(self, partial: Partial) -> Partial:
+        return partial
+
+    def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Partial:
+        carry = carry and self.steps.begin(carry)
+        return self.steps.finish(self.steps.attend(k, v, seen, carry))
+
+    def finish(self, carry: Partial) -> Partial:
+        return carry
+
+
+@dataclass(frozen=True)
 class PlainBackward:
     """Backward steps that are calls of a backend's `backward`."""
 

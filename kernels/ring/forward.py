@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ..backends import Steps
-from ..backends.steps import forward_steps, nothing
+from ..backends.steps import CommonForward, forward_steps, nothing
 from ..masks import Visible
 from .comm import Chunks, Pair, Pairs, Ring, Table, as_one, join
 
@@ -30,14 +29,14 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     chunks = Chunks.of(ring, kv, visible, length)
     queries = chunks.head_groups(q, axis=2)
     own, none = chunks.own(), [None] * len(queries)
-    backend = ring.backend
-    if len({k.shape[1] for k, _ in own.values()}) > 1:
-        # Kernels of other lengths may cut the queries, and their results, otherwise.
-        backend = Steps(backend.forward, backend.backward)
     steps = {
-        i: forward_steps(backend, queries[chunks.group(i)], k, visible, ring.scores)
+        i: forward_steps(
+            ring.backend, queries[chunks.group(i)], k, visible, ring.scores
+        )
         for i, (k, _) in own.items()
     }
+    if len({k.shape[1] for k, _ in own.values()}) > 1:
+        steps = {i: CommonForward(one) for i, one in steps.items()}
     tables = {i: chunks.table(i, one.prepare) for i, one in steps.items()}
 
     def attend(
