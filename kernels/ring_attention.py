@@ -84,6 +84,7 @@ def ring_attention(
     num_keys = size * slices * k.shape[1]
     check_length(layout, size, num_keys, slices)
     visible = checked_bounds(q, Visible(k_start, k_end), num_keys)
+    intervals = (bound[None] for bound in visible)  # (1, B or 1, L)
     if keep_tail and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"keep_tail=True needs as many keys as queries, got shards of {k.shape[1]} "
@@ -100,7 +101,7 @@ def ring_attention(
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route or all_shards(size, None))
     on_ring = functools.partial(attend, ring)
-    out, lse = over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible)
+    out, lse = over_heads(on_ring, ulysses_axis, q, k, v, sinks, *intervals)
     return (out, lse) if with_lse else out
 
 

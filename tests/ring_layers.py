@@ -58,13 +58,13 @@ def striped_attention(
     """
     length = mesh.size * tokens
     index = layout.order(layout.Striped(), mesh.size, length)
-    bounds = [jnp.asarray(bound) for bound in masks.causal()(index, length)]
+    bounds = [jnp.asarray(bound)[None] for bound in masks.causal()(index, length)]
     sizes = "ring", mesh.size, layout.Striped(), HEAD_DIM**-0.5
     this_ring = ring.Ring(*sizes, backend, keep_tail=keep_tail, route=route)
     attend = jax.shard_map(
         lambda q, k, v, *bounds: ring.attend(this_ring, q, k, v, None, *bounds)[0],
         mesh=mesh,
-        in_specs=(SHARDED,) * 5,
+        in_specs=(*(SHARDED,) * 3, *(PartitionSpec(None, None, "ring"),) * 2),
         out_specs=SHARDED,
         check_vma=False,
     )

@@ -32,14 +32,15 @@ Results = tuple[jax.Array, ...]
 Run = Callable[..., Results]
 """(q, k, v, do, d_lse, k_start, k_end, sinks) -> (out, lse, dq, dk, dv, d_sinks).
 
+k_start, k_end: (m, B or 1, T), m intervals of keys.
 In layout order, but sinks, which are None in a ring without.
 """
 
 Make = Callable[[int, str, Backend, float | None], Run]
 """Of `sharded_ring` and `one_device_ring`."""
 
-ARRAY, ROW, BOUND, SINKS = 1, 2, 1, None
-OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, BOUND, BOUND, SINKS
+ARRAY, ROW, SINKS = 1, 2, None
+OPERANDS = ARRAY, ARRAY, ARRAY, ARRAY, ROW, ROW, ROW, SINKS
 """Which axis of each is the tokens', if any."""
 RESULTS = ARRAY, ROW, ARRAY, ARRAY, ARRAY, SINKS
 
@@ -201,7 +202,7 @@ def solve_on_ring(
     # The lse of padding is the sink: its gradient counts.
     rubbish = 1e4 if problem.sinks is None else 0
     operands.append(shard(problem.d_lse, ROW, jnp.float32, rubbish))
-    operands += (layout.permute(x, *order) for x in case.visible(padded))
+    operands += (layout.permute(x, *order)[None] for x in case.visible(padded))
     sinks = problem.sinks
     operands.append(sinks if sinks is None else jnp.asarray(sinks, jnp.float32))
     options = case.soft_cap, case.length < 1000

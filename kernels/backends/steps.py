@@ -102,7 +102,7 @@ def forward_steps(
 ) -> Any:
     """Prepares the forward steps of queries (B, T, H, D), as a `PlainForward` does.
 
-    k, visible: of any step; their shapes count. scores: scale and soft_cap.
+    k, visible: of any step, (B or 1, T); their shapes count. scores: scale, soft_cap.
     """
     make = getattr(backend, "forward_steps", None)
     return make(q, k, visible, **scores) if make else PlainForward(backend, q, scores)

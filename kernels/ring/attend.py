@@ -2,9 +2,9 @@
 
 Every device keeps its queries; keys and values go around: see `forward`, `backward`.
 
-A query's keys on a visiting shard are an interval of the shard's slots, counted by the
-layout: neither these files nor the kernels know layouts or masks. A ring of one device
-is attention on that device.
+A query's keys on a visiting shard are intervals of the shard's slots, counted by the
+layout: neither these files nor the kernels know layouts or masks. A step runs a kernel
+for each interval. A ring of one device is attention on that device.
 
 A head's attention sink is a key that every query sees, with a logit of its own and a
 value of 0: the partial result (0, sink), merged after the last ring step.
@@ -40,8 +40,8 @@ def attend(
 
     q: (B, L, H, D). k, v: (B, L, K, D), the local shards.
     sinks: (H,) float32, logit of each head's sink, if any.
-    k_start, k_end: int32 (B, L) or (1, L), half-open interval of the key indices that
-      each local query attends to.
+    k_start, k_end: int32 (m, B or 1, L), m half-open intervals of the key indices that
+      each local query attends to, which share no key.
 
     Returns:
       out (B, L, H, D) in the type of q, lse (B, H, L) in float32.
@@ -75,7 +75,7 @@ def _attend_rows(ring, rows, keys, qkv, sinks, visible):
     A query that sees other slots gets nan: its result would be wrong.
     """
     (q, k, v), length, end = qkv, qkv[1].shape[1], keys * ring.size
-    visible = seen = Visible(*(bound[:, rows] for bound in visible))
+    visible = seen = Visible(*(bound[..., rows] for bound in visible))
     if keys < length:
         seen = Visible(*(jnp.minimum(bound, end) for bound in visible))
     kv = ring.as_read(k[:, :keys]), ring.as_read(v[:, :keys])  # D, or in whole lanes
@@ -88,7 +88,7 @@ def _attend_rows(ring, rows, keys, qkv, sinks, visible):
     out = ring.heads_first(out[..., : q.shape[-1]].astype(q.dtype))  # (B, T, H, D)
     if keys < length:
         is_wrong = (visible.k_start < visible.k_end) & (visible.k_end > end)
-        out = jnp.where(is_wrong[..., None, None], jnp.nan, out)
+        out = jnp.where(is_wrong.any(axis=0)[..., None, None], jnp.nan, out)
     return out, lse
 
 

@@ -44,8 +44,9 @@ def backward(
     groups: list[Rows] = list(zip(*cut, strict=True))
     own, last, scores = chunks.own(), chunks.schedule.last, ring.scores
     count, in_place = ring.count(visible, chunks.length), is_cpu()
+    first = Visible(*(bound[0] for bound in visible))
     steps = {
-        i: backward_steps(ring.backend, groups[chunks.group(i)], k, visible, scores)
+        i: backward_steps(ring.backend, groups[chunks.group(i)], k, first, scores)
         for i, (k, _) in own.items()
     }
     tables = {
@@ -109,8 +110,9 @@ def _gradients(
         dq, dkv = list(sums[0]), dict(sums[1])
         for i, one in now.items():
             g = chunks.group(i)
-            dq[g], *pair = steps[i].add(*held[i], one.seen, dq[g], dkv.get(i))
-            dkv[i] = tuple(pair)
+            for seen in one.intervals():
+                dq[g], *pair = steps[i].add(*held[i], seen, dq[g], dkv.get(i))
+                dkv[i] = tuple(pair)
         return dq, dkv
 
     def unseen(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:

@@ -77,7 +77,7 @@ class Ring:
         """Returns the interval [k_start, k_end) of visible slots of a shard."""
         k_start = self.layout.count(shard, visible.k_start, self.size, length)
         k_end = self.layout.count(shard, visible.k_end, self.size, length)
-        return k_start, k_end  # as visible, (B or 1, L)
+        return k_start, k_end  # as visible, (m, B or 1, L)
 
     def owner(self, order: RingOrder, shifts: jax.Array | int) -> jax.Array | int:
         """Returns whose chunk is here after a number of shifts along an order."""
@@ -104,8 +104,8 @@ class Ring:
         if self.size == 1 or not isinstance(self.route, Counted):
             return None
         shards = jnp.arange(self.size, dtype=jnp.int32)
-        bounds = self.slots(shards[:, None, None], visible, length)  # (N, B or 1, L)
-        is_read = jnp.any(jnp.less(*bounds), axis=(1, 2))
+        bounds = self.slots(shards[:, None, None, None], visible, length)
+        is_read = jnp.any(jnp.less(*bounds), axis=(1, 2, 3))  # (N,)
         shifts = (self.shard() - shards) % self.size
         if self.route.both_ways:
             shifts = jnp.minimum(shifts, self.size - shifts)
@@ -147,8 +147,8 @@ class Ring:
 class Table(NamedTuple):
     """What the kernels read of the bounds of a chunk, in each ring step or in one.
 
-    seen: of a backend's steps, with a leading axis of ring steps, and so the next.
-    is_seen: whether any query sees anything. first: the first step's number.
+    seen: of a backend's steps, with leading axes of ring steps and of m intervals.
+    is_seen: whether any query sees anything in a step. first: the first step's number.
     """
 
     seen: Any
@@ -161,12 +161,18 @@ class Table(NamedTuple):
         seen, is_seen = jax.tree.map(lambda x: x[place], (self.seen, self.is_seen))
         return Table(seen, is_seen, self.first)
 
+    def intervals(self) -> list:
+        """Returns what the kernels read in a ring step, for each interval."""
+        count = jax.tree.leaves(self.seen)[0].shape[0]
+        return [jax.tree.map(lambda x, i=i: x[i], self.seen) for i in range(count)]
+
 
 @dataclass(frozen=True)
 class Chunks:
     """The chunks of a ring's keys and values, on this device.
 
-    visible: key indices [k_start, k_end) of each query. length: of a shard, tokens.
+    visible: key indices [k_start, k_end) of each query, (m, B or 1, L).
+    length: of a shard, tokens.
     """
 
     ring: Ring
@@ -234,7 +240,7 @@ class Chunks:
         is_counted = isinstance(self.ring.route, Counted)
         steps = self.ring.size if is_counted else chunk.last + 1
         every = jnp.arange(chunk.first, steps, dtype=jnp.int32)
-        bounds = jax.vmap(lambda n: self.bounds(number, n))(every)  # (steps, B, L)
+        bounds = jax.vmap(lambda n: self.bounds(number, n))(every)  # (steps, m, B, L)
         if is_cut and not chunk.first:
             begin, end = chunk.slots
             own = halves((bounds[0][0], bounds[1][0]), end - begin)
@@ -242,8 +248,13 @@ class Chunks:
                 jnp.concatenate([early[None], x[1:], late[None]])
                 for early, x, late in zip(own[0], bounds, own[1], strict=True)
             )
-        is_seen = jnp.less(*bounds).any(axis=(1, 2))
-        return Table(jax.vmap(prepare)(*bounds), is_seen, chunk.first)
+        is_seen = jnp.less(*bounds).any(axis=(1, 2, 3))
+        flat = (x.reshape(-1, *x.shape[2:]) for x in bounds)
+        seen = jax.tree.map(
+            lambda x: x.reshape(*bounds[0].shape[:2], *x.shape[1:]),
+            jax.vmap(prepare)(*flat),
+        )
+        return Table(seen, is_seen, chunk.first)
 
     def passed_on(self, held: Pairs, static_step: int) -> Pairs:
         """Sends chunks to where they are attended to in the next step, if anywhere."""
@@ -320,10 +331,10 @@ def _ordered(arrays: Any, order: tuple[int, ...]) -> Any:
 def halves(bounds: Bounds, length: int) -> tuple[Bounds, Bounds]:
     """Splits intervals into those of the first half of the queries, and of the second.
 
-    bounds: (B, L) each, within [0, length]. The other half's are empty, at the end of
-    the keys or at their start, so that bounds do not decrease along the queries.
+    bounds: (m, B, L) each, within [0, length]. The other half's are empty, at the end
+    of the keys or at their start, so that bounds do not decrease along the queries.
     """
-    queries = bounds[0].shape[1]
+    queries = bounds[0].shape[-1]
     first = jnp.arange(queries) < queries // 2
     k_start, k_end = bounds
     early = jnp.where(first, k_start, length), jnp.where(first, k_end, length)

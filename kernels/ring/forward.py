@@ -29,10 +29,9 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     chunks = Chunks.of(ring, kv, visible, length)
     queries = chunks.head_groups(q, axis=2)
     own, none = chunks.own(), [None] * len(queries)
+    first = Visible(*(bound[0] for bound in visible))
     steps = {
-        i: forward_steps(
-            ring.backend, queries[chunks.group(i)], k, visible, ring.scores
-        )
+        i: forward_steps(ring.backend, queries[chunks.group(i)], k, first, ring.scores)
         for i, (k, _) in own.items()
     }
     if len({k.shape[1] for k, _ in own.values()}) > 1:
@@ -82,7 +81,8 @@ def _attended(
         partial = list(partial)
         for i, one in now.items():
             g = chunks.group(i)
-            partial[g] = steps[i].attend(*held[i], one.seen, partial[g])
+            for seen in one.intervals():
+                partial[g] = steps[i].attend(*held[i], seen, partial[g])
         return partial
 
     def unseen(partial: list) -> list:

@@ -74,7 +74,7 @@ def over_heads(
     axis_name: mesh axis over which the shard's slots are cut, in their order; None for
       none: then this is a call of `attend`.
     q: (B, L / U, H, D). k, v: (B, L / U, K, D). sinks: (H,), the same on all devices.
-    k_start, k_end: int32 (B or 1, L / U).
+    k_start, k_end: int32 (m, B or 1, L / U).
 
     Returns:
       out (B, L / U, H, D), lse (B, H, L / U).
@@ -94,8 +94,8 @@ def over_heads(
         sinks = lax.dynamic_slice_in_dim(
             _with_zeros(sinks, 0, kv_heads, way), lax.axis_index(axis_name) * mine, mine
         )
-    bounds = jnp.stack([k_start, k_end])  # (2, B or 1, L / U): one gather for both
-    k_start, k_end = lax.all_gather(bounds, axis_name, axis=2, tiled=True)
+    bounds = jnp.stack([k_start, k_end])  # one gather for both
+    k_start, k_end = lax.all_gather(bounds, axis_name, axis=3, tiled=True)
     out, lse = attend(q, k, v, sinks, k_start, k_end)  # (B, L, H' / U, D)
     out = swap(out, split_axis=1, concat_axis=2)  # (B, L / U, H', D)
     lse = swap(lse, split_axis=2, concat_axis=1)  # (B, H', L / U)

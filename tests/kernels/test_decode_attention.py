@@ -70,8 +70,8 @@ class Problem:
         )
         one = Ring(None, 1, Contiguous(), DEPTH**-0.5, reference, soft_cap)
         with jax.enable_x64():
-            arrays = np.float64(self.q), k, v, sinks, *map(np.int32, self.visible)
-            return np.asarray(attend(one, *arrays)[0])
+            bounds = np.int32(self.visible)[:, None]  # (2, m = 1, B, T)
+            return np.asarray(attend(one, np.float64(self.q), k, v, sinks, *bounds)[0])
 
 
 @pytest.mark.parametrize("ring, tensor", [(1, 1), (2, 2), (4, 1), (8, 1)])

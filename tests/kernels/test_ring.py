@@ -19,6 +19,7 @@ from kernels.one_device import attention_with_lse
 from kernels.ring import attend as ring
 from kernels.ring import backward as ring_backward
 from kernels.ring import comm as ring_comm
+from kernels.ring import routes
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import (
     BFLOAT16_RATIO,
@@ -266,6 +267,62 @@ def test_heads_are_padded_where_they_travel_between_tpus(
     this_ring = ring.Ring("ring", ring_size, layout.Striped(), 1.0, blockwise)
     read = jax.eval_shape(this_ring.as_read, jnp.ones((1, 8, 2, 100)))
     assert read.shape == (1, 8, 2, padded)
+
+
+def branches(length: int, begins: tuple[int, ...]) -> np.ndarray:
+    """A prompt and answers to it, which do not see each other: bounds (2, m = 2, T)."""
+    index, begins = np.arange(length), np.array(begins)
+    branch = np.searchsorted(begins, index, side="right")
+    own = np.array([0, *begins])[branch]
+    of_prompt = np.where(branch > 0, begins[0], index + 1)
+    k_start = np.stack([0 * index, np.where(branch > 0, own, begins[0])])
+    k_end = np.stack([of_prompt, np.where(branch > 0, index + 1, begins[0])])
+    return np.stack([k_start, k_end]).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    "layout_name, ring_size, route",
+    [
+        ("contiguous", 4, routes.Counted(both_ways=True)),
+        ("striped", 3, routes.AllShards(routes.both_ways(3))),
+        ("zigzag", 2, routes.ONE_WAY),
+    ],
+)
+def test_queries_attend_to_each_of_their_intervals(layout_name, ring_size, route, rng):
+    """An answer sees the prompt, and itself; float64 knows nothing of intervals."""
+    length, heads, depth = 96, 4, 8
+    bounds = branches(length, (24, 40, 75))
+    key = np.arange(length)
+    is_seen = (bounds[0, ..., None] <= key) & (key < bounds[1, ..., None])
+    q, do = rng.standard_normal((2, 1, length, heads, depth))
+    k, v = rng.standard_normal((2, 1, length, heads // 2, depth))
+    d_lse = rng.standard_normal((1, heads, length))
+
+    def dense(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * depth**-0.5
+        s = jnp.where(is_seen.any(0), s, -jnp.inf)
+        p = jax.nn.softmax(s)
+        out = jnp.einsum("bhqk,bkhd->bqhd", p, v)
+        return out, jax.nn.logsumexp(s, axis=-1)
+
+    with jax.enable_x64(True):
+        results, pull = jax.vjp(dense, q, k, v)
+        truth = [*results, *pull((jnp.asarray(do), jnp.asarray(d_lse)))]
+
+    order = LAYOUTS[layout_name], ring_size
+    operands = [
+        layout.permute(np.float32(x), *order, axis=axis)
+        for x, axis in zip((q, k, v, do, d_lse), (1, 1, 1, 1, 2), strict=True)
+    ]
+    intervals = layout.permute(bounds[:, :, None], *order, axis=3)
+    make = functools.partial(sharded_ring, route=route)
+    run = jax.jit(make(ring_size, layout_name, blockwise))
+    *found, _ = run(*operands, *intervals, None)
+    for x, y, axis in zip(found, truth, (1, 2, 1, 1, 1), strict=True):
+        np.testing.assert_allclose(
+            layout.unpermute(np.asarray(x), *order, axis), y, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.thorough

@@ -127,7 +127,7 @@ def test_collectives_and_their_bytes_are_those_counted_by_hand(
     q_out, kv_out = "1x16x8x16xbf16", f"1x16x{sent}x16xbf16"
     q_back, kv_back = "1x64x2x16xbf16", f"1x64x{sent // 4}x16xbf16"
     keys, gradients = (f"1x{sent // 4}x64x16x{kind}" for kind in ("bf16", "f32"))
-    bounds = {"all_gather": {"2x1x16xi32": 1}}
+    bounds = {"all_gather": {"2x1x1x16xi32": 1}}
     # q, k and v there, and the output back.
     moved = Counter({q_out: 1}) + Counter({kv_out: 2}) + Counter({q_back: 1})
     hops = ring_size - 1
