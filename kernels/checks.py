@@ -1,6 +1,7 @@
 """Checks of the arguments of public functions, before anything is computed."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -274,6 +275,22 @@ def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
         raise ValueError(
             f"ring_axes must be in the order of the mesh, {in_order}, got {ring_axes}"
         )
+
+
+def check_orders(orders: Sequence[Sequence[int]] | None, ring_size: int) -> None:
+    """Checks the argument `walks` of `make_ring_attention`.
+
+    Raises:
+      ValueError: the list is empty, or an order lacks a device.
+    """
+    for found in orders or ():
+        if sorted(found) != list(range(ring_size)):
+            raise ValueError(
+                f"each of walks must have the devices 0 … {ring_size - 1} of the ring "
+                f"once, in any order, got {list(found)[:8]} … ({len(found)} in all)"
+            )
+    if orders is not None and not orders:
+        raise ValueError("walks must be None or have one walk or more, got none")
 
 
 def check_shards(

@@ -16,6 +16,7 @@ from .checks import (
     Axes,
     check_operands,
     check_order,
+    check_orders,
     check_shards,
     checked_axes,
     checked_bounds,
@@ -35,7 +36,6 @@ from .ring.routes import (
     RingOrder,
     Route,
     both_ways,
-    checked_orders,
     route_within,
 )
 from .ring.ulysses import over_heads
@@ -186,7 +186,8 @@ def make_ring_attention(
     others = tuple(name for name in mesh.axis_names if name not in axes.ring)
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
-    orders = checked_orders(walks, ring_size)
+    check_orders(walks, ring_size)
+    orders = walks and tuple(RingOrder(tuple(map(int, walk))) for walk in walks)
     local = functools.partial(
         ring_attention,
         axis_name=axes.ring,

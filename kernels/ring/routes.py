@@ -343,24 +343,3 @@ def spans_of(size: int, parts: int) -> list[Span]:
     """Cuts a range into parts of nearly one size, the longer ones first."""
     ends = [-(-size * i // parts) for i in range(parts + 1)]
     return list(zip(ends[:-1], ends[1:], strict=True))
-
-
-def checked_orders(
-    orders: Sequence[Sequence[int]] | None, ring_size: int
-) -> tuple[RingOrder, ...] | None:
-    """Returns the argument `walks` of `make_ring_attention`.
-
-    Raises:
-      ValueError: the list is empty, or an order lacks a device.
-    """
-    if orders is None:
-        return None
-    for found in orders:
-        if sorted(found) != list(range(ring_size)):
-            raise ValueError(
-                f"each of walks must have the devices 0 … {ring_size - 1} of the ring "
-                f"once, in any order, got {list(found)[:8]} … ({len(found)} in all)"
-            )
-    if not orders:
-        raise ValueError("walks must be None or have one walk or more, got none")
-    return tuple(RingOrder(tuple(map(int, found))) for found in orders)
