@@ -19,7 +19,7 @@ from data.chat.conversation import Conversation
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
-from tests.small.chats import FAMILIES, INST, QWEN
+from tests.small.chats import FAMILIES, INST, PHI, QWEN, Family
 
 BYTES = ByteTokenizer()
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "chat_templates.json"
@@ -228,6 +228,27 @@ def test_replies_that_a_conversation_writes_otherwise_are_documents(qwen):
         f"{first}…{second}Katze 🙂",
         f"{first}…{second}…user\nxassistant\ny",
     ]
+
+
+@pytest.mark.parametrize(
+    "written, learned", [("\n", "cat<|end|>"), ("<|system|>", "<|system|>cat<|end|>")]
+)
+def test_a_reply_may_begin_in_the_blanks_of_a_token_or_with_a_token(
+    tmp_path, written, learned
+):
+    """The token before is then part of the prompt, and one within, of the reply."""
+    phi = Family(PHI, "<s>", "<|endoftext|>", strips=True)
+    tokenizer = open_tokenizer(str(phi.save(tmp_path, ["the cat sat"] * 3)))
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ 'WRITTEN' if m.role == 'assistant' }}"
+        "{{ m.content }}<|end|>{% endfor %}{{ '<|assistant|>' * add_generation_prompt }}"
+    ).replace("WRITTEN", written)
+    one = ChatTemplate("phi", source, tokenizer)
+    (document,) = one.documents(talk(None, ("a", "cat"), ("b", "cat")))
+    found = document.tokens[document.is_supervised]
+    names = {token: name for name, token in tokenizer.special.items()}
+    shown = [names.get(token) or tokenizer.decode([token]) for token in found.tolist()]
+    assert "".join(shown) == 2 * learned
 
 
 def test_conversations_are_refused_in_a_line(qwen):
