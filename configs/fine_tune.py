@@ -17,15 +17,11 @@ import ml_collections
 
 from configs import base
 
-LORA = {
-    "lora.rank": 16,
-    "lora.alpha": 32.0,
-    "data.rows": "whole",  # conversations
-    "optimizer.peak_lr": 2e-4,
-    "optimizer.end_lr": 2e-5,
-    "optimizer.weight_decay": 0.0,
-    "optimizer.warmup_steps": 10,
-}
+LORA = dict(
+    lora=dict(rank=16, alpha=32.0),
+    data=dict(rows="whole"),  # conversations
+    optimizer=dict(peak_lr=2e-4, end_lr=2e-5, weight_decay=0.0, warmup_steps=10),
+)
 """Fields of a config that trains adapters."""
 
 
@@ -35,11 +31,10 @@ def get_config(weights: str = "") -> ml_collections.ConfigDict:
     Raises:
       ValueError: there are none, or it is a published model, not imported.
     """
-    config = base.get_config().unlock()
-    config.update_from_flattened_dict(LORA)
+    config = base.changed(workdir="runs/fine_tune", **LORA)
+    config.data.update(context_tokens=8192, batch_rows=4)
     # A tenth of whatever peak_lr is set to, unless it is set itself.
     config.optimizer.end_lr = config.optimizer.get_ref("peak_lr") / 10
-    config.workdir = "runs/fine_tune"
     if weights:
         try:
             fields = json.loads(Path(weights, "config.json").read_text())
@@ -52,6 +47,4 @@ def get_config(weights: str = "") -> ml_collections.ConfigDict:
             ) from error
         config.init_from = weights
         config.workdir += f"/{Path(weights).name}"
-    config.data.context_tokens = 8192
-    config.data.batch_rows = 4
-    return config.lock()
+    return config

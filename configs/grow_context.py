@@ -19,42 +19,35 @@ from configs import base, models
 
 # tokens of context: (fsdp, ring, rows in a batch, microbatches, steps)
 _STAGES = {
-    4096: (8, 1, 128, 4, 20_000),
-    32_768: (2, 4, 16, 4, 2_000),
-    262_144: (1, 8, 2, 2, 500),
+    "4096": (8, 1, 128, 4, 20_000),
+    "32768": (2, 4, 16, 4, 2_000),
+    "262144": (1, 8, 2, 2, 500),
 }
-_FIRST = min(_STAGES)
+_FIRST = 4096
 
 
-def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
+def get_config(stage: str = "4096") -> ml_collections.ConfigDict:
     """Returns the config of a stage, named by its tokens of context.
 
     Raises:
       ValueError: the stage is unknown.
     """
-    names = [str(tokens) for tokens in _STAGES]
-    if stage not in names:
-        raise ValueError(f"stage {stage!r} is not one of {', '.join(names)}")
-    tokens = int(stage)
-    fsdp, ring, rows, microbatches, steps = _STAGES[tokens]
-    config = base.get_config().unlock()
-    config.workdir = f"runs/grow_context/{tokens}"
-    config.model.update(models.fields_of("1b"))
-
-    config.data.context_tokens = tokens
-    config.data.batch_rows = rows
-    config.train.microbatches = microbatches
-    config.mesh.fsdp = fsdp
-    config.mesh.ring = ring
-    config.train.steps = steps
-
-    if tokens > _FIRST:
-        before = names[names.index(stage) - 1]
+    if stage not in _STAGES:
+        raise ValueError(f"stage {stage!r} is not one of {', '.join(_STAGES)}")
+    fsdp, ring, rows, microbatches, steps = _STAGES[stage]
+    config = base.changed(
+        workdir=f"runs/grow_context/{stage}",
+        model=models.fields_of("1b"),
+        mesh=dict(fsdp=fsdp, ring=ring),
+        data=dict(context_tokens=int(stage), batch_rows=rows),
+        train=dict(microbatches=microbatches, steps=steps),
+    )
+    if int(stage) > _FIRST:
+        before = [*_STAGES][[*_STAGES].index(stage) - 1]
         config.init_from = f"runs/grow_context/{before}"
         config.may_change = ("rope_scaling",)
         config.rope_scaling.rope_type = "yarn"
-        config.rope_scaling.factor = tokens / _FIRST
+        config.rope_scaling.factor = int(stage) / _FIRST
         config.rope_scaling.original_max_position_embeddings = _FIRST
-        config.optimizer.peak_lr = 1e-4
-        config.optimizer.end_lr = 1e-5
-    return config.lock()
+        config.optimizer.update(peak_lr=1e-4, end_lr=1e-5)
+    return config

@@ -11,16 +11,12 @@ from configs import base, models
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config().unlock()
-    config.workdir = "runs/h200_1b"
-    config.model.update(models.fields_of("1b"))
     # The default corpus is bytes: its ids are a small part of the vocabulary.
-    config.remat = "attention"
-    config.mesh.ring = 1
-    config.data.context_tokens = 32 * 1024
-    config.data.batch_rows = 1
-    config.train.steps = 50
-    config.optimizer.warmup_steps = 10
-    config.train.log_every_steps = 5
-    config.train.validation_batches = 0
-    return config.lock()
+    return base.changed(
+        workdir="runs/h200_1b",
+        model=models.fields_of("1b"),
+        mesh=dict(ring=1),
+        data=dict(context_tokens=32 * 1024, batch_rows=1),
+        optimizer=dict(warmup_steps=10),
+        train=dict(steps=50, log_every_steps=5, validation_batches=0),
+    )

@@ -21,59 +21,50 @@ import ml_collections
 
 from configs import base
 
-# tokens of a document: (of a row, rows in a batch, steps, peak of the learning rate).
-# Rows hold several documents whole: one alone would leave half of a row empty.
+# Tokens of a document: those of a row, rows in a batch, steps, steps of warm-up, the
+# learning rate at its peak, and at its end. Rows hold several documents whole: one
+# alone would leave half of a row empty. Finding lines is learned all at once, and not
+# while the rate is low.
 _STAGES = {
-    32: (128, 32, 1000, 2e-3),
-    160: (320, 16, 400, 1e-3),
+    "32": (128, 32, 1000, 100, 2e-3, 2e-3),
+    "160": (320, 16, 400, 20, 1e-3, 5e-5),
 }
-_FIRST = min(_STAGES)
 
 
-def get_config(stage: str = str(_FIRST)) -> ml_collections.ConfigDict:
+def get_config(stage: str = "32") -> ml_collections.ConfigDict:
     """Returns the config of a stage, named by its tokens of context.
 
     Raises:
       ValueError: the stage is unknown.
     """
-    names = [str(tokens) for tokens in _STAGES]
-    if stage not in names:
-        raise ValueError(f"stage {stage!r} is not one of {', '.join(names)}")
-    tokens = int(stage)
-    row_tokens, rows, steps, peak_lr = _STAGES[tokens]
-    config = base.get_config().unlock()
-    config.workdir = f"runs/line_retrieval/{tokens}"
-    config.simulated_devices = 8
-
-    # 256 bytes and the end of a document; the rest divides the table evenly.
-    config.model.vocab_size = 264
-    config.model.hidden_size = 128
-    config.model.feed_forward_size = 128
-    config.model.num_layers = 2
-    config.model.num_heads = 8
-    config.model.num_kv_heads = 8
-    config.model.head_dim = 32
-    config.compute_dtype = "float32"
-    config.remat = "everything"
-
-    config.mesh.fsdp = 2
-    config.mesh.ring = 4
-
-    config.data.corpus = f"corpora/lines_{tokens}"
-    config.data.rows = "whole"
-    config.data.context_tokens = row_tokens
-    config.data.batch_rows = rows
-
-    config.optimizer.peak_lr = peak_lr
-    # Finding lines is learned all at once, and not while the rate is low.
-    config.optimizer.end_lr = peak_lr / (1 if tokens == _FIRST else 20)
-    config.optimizer.warmup_steps = 100 if tokens == _FIRST else 20
-    config.optimizer.beta2 = 0.98
-    config.train.steps = steps
-    config.train.log_every_steps = 100
-    config.train.validate_every_steps = 100
-    config.train.validation_batches = 4
-    config.checkpoint.save_every_steps = 500
-    if tokens > _FIRST:
-        config.init_from = f"runs/line_retrieval/{_FIRST}"
-    return config.lock()
+    if stage not in _STAGES:
+        raise ValueError(f"stage {stage!r} is not one of {', '.join(_STAGES)}")
+    row_tokens, rows, steps, warmup_steps, peak_lr, end_lr = _STAGES[stage]
+    rates = dict(peak_lr=peak_lr, end_lr=end_lr, warmup_steps=warmup_steps, beta2=0.98)
+    return base.changed(
+        workdir=f"runs/line_retrieval/{stage}",
+        init_from="" if stage == "32" else "runs/line_retrieval/32",
+        simulated_devices=8,
+        model=dict(
+            # 256 bytes and the end of a document; the rest divides the table evenly.
+            vocab_size=264,
+            hidden_size=128,
+            feed_forward_size=128,
+            num_layers=2,
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=32,
+        ),
+        compute_dtype="float32",
+        remat="everything",
+        mesh=dict(fsdp=2, ring=4),
+        data=dict(
+            corpus=f"corpora/lines_{stage}",
+            rows="whole",
+            context_tokens=row_tokens,
+            batch_rows=rows,
+        ),
+        optimizer=rates,
+        train=dict(steps=steps, log_every_steps=100, validation_batches=4),
+        checkpoint=dict(save_every_steps=500),
+    )

@@ -86,8 +86,6 @@ MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-PAPER_SIZES = "1b", "3b", "7b", "13b", "30b", "65b"
-
 # place: (devices, Ki tokens of context)
 _PODS = {"v5p": (64, 1024), "v6e": (64, 1024), "h200": (8, 128)}
 _HOSTS = {"lora_h200": (1, 128), "lora_v5e": (8, 128), "lora_v6e": (8, 128)}
@@ -125,12 +123,14 @@ def get_config(name: str = "llama3_8b/v5p") -> ml_collections.ConfigDict:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     model, place = name.split("/")
     devices, context = PLACES[model][place]
-    config = base.get_config().unlock()
-    config.workdir = f"runs/{model}/{place}"
+    config = base.changed(
+        workdir=f"runs/{name}",
+        model=fields_of(model),
+        rope_scaling=MODELS[model][2],
+        data=dict(context_tokens=context * 1024, batch_rows=1),
+    )
     if place in _HOSTS:
-        config.update_from_flattened_dict(fine_tune.LORA)
-    config.model.update(fields_of(model))
-    config.rope_scaling.update(MODELS[model][2])
+        config.update(fine_tune.LORA)
     if place == "v4" or name == "gemma3_12b/v6e":  # 32 GiB a chip
         config.remat = "nothing"
     if place == "v4":
@@ -138,6 +138,4 @@ def get_config(name: str = "llama3_8b/v5p") -> ml_collections.ConfigDict:
     if config.model.window:
         config.attention, config.mesh.tensor = "zigzag", 2
     config.mesh.ring = devices // config.mesh.tensor
-    config.data.context_tokens = context * 1024
-    config.data.batch_rows = 1
-    return config.lock()
+    return config

@@ -12,32 +12,21 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config().unlock()
-    config.workdir = "runs/tiny"
-    config.simulated_devices = 8
-
-    config.model.hidden_size = 128
-    config.model.feed_forward_size = 344
-    config.model.num_layers = 4
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 2
-    config.model.head_dim = 32
-    config.compute_dtype = "float32"
-    config.remat = "attention"
-
-    config.mesh.fsdp = 2
-    config.mesh.ring = 4
-
-    config.data.context_tokens = 512
-    config.data.batch_rows = 4
-
-    config.optimizer.peak_lr = 3e-3
-    config.optimizer.end_lr = 3e-4
-    config.optimizer.warmup_steps = 30
-    config.train.steps = 300
-    config.train.extra_steps = 50
-    config.train.log_every_steps = 10
-    config.train.validate_every_steps = 100
-    config.train.validation_batches = 4
-    config.checkpoint.save_every_steps = 50
-    return config.lock()
+    return base.changed(
+        workdir="runs/tiny",
+        simulated_devices=8,
+        model=dict(
+            hidden_size=128,
+            feed_forward_size=344,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+        ),
+        compute_dtype="float32",
+        mesh=dict(fsdp=2, ring=4),
+        data=dict(context_tokens=512, batch_rows=4),
+        optimizer=dict(peak_lr=3e-3, end_lr=3e-4, warmup_steps=30),
+        train=dict(steps=300, extra_steps=50, validation_batches=4),
+        checkpoint=dict(save_every_steps=50),
+    )

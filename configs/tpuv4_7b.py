@@ -12,6 +12,6 @@ from configs import models
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = models.get_config("7b/v4").unlock()
+    config = models.get_config("7b/v4")
     config.workdir = "runs/tpuv4_7b"
-    return config.lock()
+    return config
