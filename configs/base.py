@@ -150,9 +150,7 @@ FIELDS = dict(
         # those of its steps, padded to it at the end.
         context_tokens=4096,
         batch_rows=8,  # rows of context_tokens in a step, over all devices
-        # Threads that read ahead, and steps they keep ready.
-        threads=4,
-        buffered_steps=4,
+        threads=4,  # that read ahead; 0: none
         # Compare the files of the data with their digests at the start even where they
         # are larger than 256 MiB, which reads them whole; smaller ones always are.
         compare_digests=False,

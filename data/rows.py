@@ -320,11 +320,7 @@ class TextBatches:
 
 
 def iterate(
-    batches: TextBatches,
-    first_step: int = 0,
-    *,
-    threads: int = 4,
-    buffered_steps: int = 4,
+    batches: TextBatches, first_step: int = 0, *, threads: int = 4
 ) -> Iterator[tuple[int, dict[Block, Batch]]]:
     """Yields (step, blocks) from `first_step` to the last step, reading ahead.
 
@@ -336,17 +332,14 @@ def iterate(
       batches: what to read.
       first_step: the step to begin with.
       threads: how many steps are read at the same time; 0 reads without threads.
-      buffered_steps: how many steps are kept ready, at least `threads`.
 
     Raises:
-      ValueError: `first_step` is missing, or fewer buffered steps than threads.
+      ValueError: `first_step` is missing.
     """
     if not 0 <= first_step < len(batches):
         raise ValueError(f"{first_step=} must be one of the {len(batches)} batches")
-    if not 0 <= threads <= buffered_steps:
-        raise ValueError(f"{buffered_steps=} must not be below {threads=}, nor this 0")
     steps = grain.MapDataset.range(first_step, len(batches))
-    options = grain.ReadOptions(threads, buffered_steps)
+    options = grain.ReadOptions(threads, prefetch_buffer_size=max(threads, 4))
     read = steps.map(lambda step: (step, batches[step]))
     return _closing(read.to_iter_dataset(options))
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -46,8 +46,6 @@ LEAST = {
 BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
 """Packages that buckets need and that are not installed everywhere."""
 
-Check = Callable[[ml_collections.ConfigDict], object]
-
 
 def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
     """Checks a config by itself, for a run on this many devices; None: on any.
@@ -57,52 +55,44 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
     Raises:
       ValueError: lists everything that is wrong.
     """
-    task = TASKS.get(config.task, TASKS["text"])
-    checks: list[Check] = [
-        _numbers,
+    checks: list[Callable[[ml_collections.ConfigDict], object]] = [
+        _fields,
         corpora.named,
-        _parameters,
-        _placement,
-        _names,
-        _places,
-        _lora,
-        _metrics,
-        _profile,
         attention_system,
         check_execution,
         optimizer_settings,
         guard_settings,
-        functools.partial(_sizes, task.sizes),
+        _sizes,
         document_mask,
     ]
     if devices is not None:
         checks.append(functools.partial(_batch, devices=devices))
-    if config.task == "exorl":
-        checks.append(_shares)
     raise_all(functools.partial(check, config) for check in checks)
 
 
-def _get(config: ml_collections.ConfigDict, name: str) -> object:
+def _get(config: ml_collections.ConfigDict, name: str) -> Any:
     return functools.reduce(lambda part, key: part[key], name.split("."), config)
 
 
-def _numbers(config: ml_collections.ConfigDict) -> None:
-    found = []
-    for name, least in LEAST.items():
-        value = _get(config, name)
-        if value < least:
-            found.append(f"config.{name}={value} must be at least {least}")
-    if config.seed >= 2**32:
-        found.append(f"{config.seed=} must be below 2^32")
-    if config.data.threads > config.data.buffered_steps:
-        found.append(
-            f"{config.data.buffered_steps=} must be at least {config.data.threads=}"
-        )
+def _fields(config: ml_collections.ConfigDict) -> None:
+    parts = _numbers, _names, _places, _of_text, _reports, _placement
+    found = [line for part in parts for line in part(config)]
+    if config.task == "exorl":
+        found += _shares(config)
     if found:
         raise ValueError("; ".join(found))
 
 
-def _names(config: ml_collections.ConfigDict) -> None:
+def _numbers(config: ml_collections.ConfigDict) -> Iterator[str]:
+    for name, least in LEAST.items():
+        value = _get(config, name)
+        if value < least:
+            yield f"config.{name}={value} must be at least {least}"
+    if config.seed >= 2**32:
+        yield f"{config.seed=} must be below 2^32"
+
+
+def _names(config: ml_collections.ConfigDict) -> Iterator[str]:
     known: dict[str, Collection[str]] = {
         "task": TASKS,
         "implementation": ("", *IMPLEMENTATIONS),
@@ -112,106 +102,92 @@ def _names(config: ml_collections.ConfigDict) -> None:
     if config.task == "exorl":
         known |= {"data.chain_order": ORDERS, "data.loss_on": LOSS_ON}
         known["data.predict"] = PREDICTED
-    found = []
     for name, choices in known.items():
         value = _get(config, name)
         if value not in choices:
             wanted = ", ".join(choice or '""' for choice in choices)
-            found.append(f"config.{name}={value!r} must be one of {wanted}")
-    if found:
-        raise ValueError("; ".join(found))
+            yield f"config.{name}={value!r} must be one of {wanted}"
 
 
-def _sizes(sizes: Check, config: ml_collections.ConfigDict) -> None:
+def _sizes(config: ml_collections.ConfigDict) -> None:
     with contextlib.suppress(FileNotFoundError):  # no corpus: found later
-        sizes(config)
+        TASKS.get(config.task, TASKS["text"]).sizes(config)
 
 
-def _places(config: ml_collections.ConfigDict) -> None:
-    if not config.workdir:
-        raise ValueError(f"{config.workdir=} must be a directory or gs://BUCKET/RUN")
+def _places(config: ml_collections.ConfigDict) -> Iterator[str]:
     for name in ("workdir", "init_from"):
         kind, is_bucket, _ = config[name].partition("://")
-        if is_bucket and kind not in BUCKETS:
-            raise ValueError(
-                f"config.{name}={config[name]!r} must be a directory or gs://BUCKET/RUN"
-            )
-        if is_bucket and not importlib.util.find_spec(BUCKETS[kind]):
-            raise ValueError(
-                f"config.{name}={config[name]!r} needs {BUCKETS[kind]}, which is not "
-                f"installed: make venv ACCELERATOR=tpu, or pip install {BUCKETS[kind]}"
+        said = f"config.{name}={config[name]!r}"
+        if is_bucket and kind not in BUCKETS or name == "workdir" and not config[name]:
+            yield f"{said} must be a directory or gs://BUCKET/RUN"
+        elif is_bucket and not importlib.util.find_spec(BUCKETS[kind]):
+            yield (
+                f"{said} needs {BUCKETS[kind]}, which is not installed: make venv "
+                f"ACCELERATOR=tpu, or pip install {BUCKETS[kind]}"
             )
 
 
-def _lora(config: ml_collections.ConfigDict) -> None:
+def _of_text(config: ml_collections.ConfigDict) -> Iterator[str]:
     if config.lora.rank and config.task != "text":
-        raise ValueError(f"{config.lora.rank=} is for task text: set it to 0")
-    if config.lora.rank and not config.init_from:
-        raise ValueError(
+        yield f"{config.lora.rank=} is for task text: set it to 0"
+    elif config.lora.rank and not config.init_from:
+        yield (
             f"{config.lora.rank=} needs the weights that its adapters belong to: set "
             "config.init_from, or config.lora.rank=0"
         )
+    if config.task != "text" and config.optimizer.parameters != "float32":
+        yield f"{config.optimizer.parameters=} is for task text: set it to float32"
 
 
-def _metrics(config: ml_collections.ConfigDict) -> None:
-    unknown = [name for name in config.metrics if name not in SINKS]
-    if unknown or len(set(config.metrics)) < len(config.metrics):
-        raise ValueError(
+def _reports(config: ml_collections.ConfigDict) -> Iterator[str]:
+    if not {*config.metrics} <= {*SINKS} or len({*config.metrics}) < len(
+        config.metrics
+    ):
+        yield (
             f"{config.metrics=} must name each of its sinks once, of "
             f"{', '.join(SINKS)}, as in \"('tensorboard', 'wandb')\""
         )
     if "wandb" in config.metrics and not importlib.util.find_spec("wandb"):
-        raise ValueError(
+        yield (
             f"{config.metrics=} needs wandb, which is not installed: make venv "
             'ACCELERATOR=wandb (beside a GPU, "gpu wandb"), or pip install -r '
             "requirements-wandb.txt"
         )
+    try:
+        first = Profiler(config.profile, config.workdir, print).first
+    except ValueError as error:
+        yield str(error)
+    else:
+        if first > config.train.steps and not config.train.extra_steps:
+            yield f"{config.profile=} begins after {config.train.steps=}"
 
 
-def _profile(config: ml_collections.ConfigDict) -> None:
-    first = Profiler(config.profile, config.workdir, print).first
-    last = config.train.steps
-    if first > last and not config.train.extra_steps:
-        raise ValueError(f"{config.profile=} begins after {config.train.steps=}")
-
-
-def _parameters(config: ml_collections.ConfigDict) -> None:
-    if config.task != "text" and config.optimizer.parameters != "float32":
-        raise ValueError(
-            f"{config.optimizer.parameters=} is for task text: set it to float32"
-        )
-
-
-def _placement(config: ml_collections.ConfigDict) -> None:
-    if config.optimizer.placement != "host_all":
-        return
-    needed = {
+def _placement(config: ml_collections.ConfigDict) -> Iterator[str]:
+    wanted = {
         "remat": (config.remat != "everything", "nothing"),
         "remat_budget_gib": (not config.remat_budget_gib, 0.0),
         "train.microbatches": (config.train.microbatches == 1, 1),
         "model.layer_pattern": (len({*config.model.layer_pattern}) < 2, ""),
     }
-    wrong = [
-        f"config.{name}={_get(config, name)!r} cannot be with "
-        f"{config.optimizer.placement=}, which takes and gives a layer at a time: set "
-        f"it to {wanted!r}, or config.optimizer.placement='host'"
-        for name, (is_met, wanted) in needed.items()
-        if not is_met
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    for name, (is_met, value) in wanted.items():
+        if config.optimizer.placement == "host_all" and not is_met:
+            yield (
+                f"config.{name}={_get(config, name)!r} cannot be with "
+                f"{config.optimizer.placement=}, which takes and gives a layer at a "
+                f"time: set it to {value!r}, or config.optimizer.placement='host'"
+            )
 
 
-def _shares(config: ml_collections.ConfigDict) -> None:
+def _shares(config: ml_collections.ConfigDict) -> Iterator[str]:
     data = config.data
     if not 0 < data.held_out_share < 1:
-        raise ValueError(f"{config.data.held_out_share=} must be above 0 and below 1")
+        yield f"{config.data.held_out_share=} must be above 0 and below 1"
     if not 0 < data.top_share <= 1:
-        raise ValueError(f"{config.data.top_share=} must be above 0, and at most 1")
+        yield f"{config.data.top_share=} must be above 0, and at most 1"
     if not 0 <= data.latest_begin <= 1:
-        raise ValueError(f"{config.data.latest_begin=} must be from 0 to 1")
+        yield f"{config.data.latest_begin=} must be from 0 to 1"
     if not config.agent.return_scale < math.inf:
-        raise ValueError(f"{config.agent.return_scale=} must be a finite number")
+        yield f"{config.agent.return_scale=} must be a finite number"
 
 
 @names_fields

@@ -5,8 +5,7 @@ What is compared on resume is what each checkpoint was made with
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
@@ -22,6 +21,8 @@ FILE = "config.json"
 
 NOT_KEPT = ("workdir", "hosts.index")
 """Fields that the place of the file and the process say."""
+GONE = ("data.buffered_steps",)
+"""Fields of older programs that changed no number."""
 
 
 def write(
@@ -72,11 +73,18 @@ def read(workdir: str) -> ml_collections.ConfigDict:
             f"{workdir} has no {FILE}: it is of an older program, or of no run; give "
             f"--config=configs/NAME.py and --config.workdir={workdir} instead"
         )
-    found, all_fields = _read(path), agents.get_config()
+    try:
+        found = parse_json(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it must hold a JSON object, got {short(found)}")
+        found = fields_by_name(ml_collections.ConfigDict(found))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON of a config ({error})") from error
+    all_fields = agents.get_config()
     # Of older programs, runs of text have the fields of agents too.
     config = all_fields if found.get("task") == "exorl" else base.get_config()
     known, kept = fields_by_name(all_fields), fields_by_name(config)
-    unknown = [name for name in found if name not in known or name in NOT_KEPT]
+    unknown = [n for n in found if n not in (*known, *GONE) or n in NOT_KEPT]
     if unknown:
         raise ValueError(
             f"{path} has fields that this program does not know: {', '.join(unknown)}; "
@@ -89,26 +97,6 @@ def read(workdir: str) -> ml_collections.ConfigDict:
     }
     config.update_from_flattened_dict(typed | {"workdir": workdir})
     return config
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Returns the fields of a file, by dotted name."""
-    try:
-        found = parse_json(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {short(found)}")
-    return dict(_flat(found))
-
-
-def _flat(fields: dict[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the fields of a JSON object and of its sections, by dotted name."""
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{section}{name}.")
-        else:
-            yield f"{section}{name}", value
 
 
 def _typed(name: str, value: Any, like: Any) -> Any:

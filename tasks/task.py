@@ -23,7 +23,6 @@ _OF_A_HOST = (
     "simulated_devices",
     "profile",
     "data.threads",
-    "data.buffered_steps",
     "data.compare_digests",
 )
 # Fields that only the other task reads.

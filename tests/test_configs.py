@@ -270,8 +270,9 @@ def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):
 
 
 def test_fields_of_agents_are_those_of_agents(tmp_path):
-    """Older programs wrote them into the configs of text too."""
-    old = {"agent": {"chain_length": 2}, "data": {"predict": "targets", "threads": 2}}
+    """Older programs wrote them into the configs of text too, and others."""
+    data = {"predict": "targets", "threads": 2, "buffered_steps": 9}
+    old = {"agent": {"chain_length": 2}, "data": data}
     for kind in ("text", "exorl"):
         (tmp_path / "config.json").write_text(json.dumps(old | {"task": kind}))
         found = run_config.read(str(tmp_path))

@@ -240,9 +240,10 @@ def test_a_reply_may_begin_in_the_blanks_of_a_token_or_with_a_token(
     phi = Family(PHI, "<s>", "<|endoftext|>", strips=True)
     tokenizer = open_tokenizer(str(phi.save(tmp_path, ["the cat sat"] * 3)))
     source = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ 'WRITTEN' if m.role == 'assistant' }}"
-        "{{ m.content }}<|end|>{% endfor %}{{ '<|assistant|>' * add_generation_prompt }}"
-    ).replace("WRITTEN", written)
+        "{% for m in messages %}<|{{ m.role }}|>{{ '@' if m.role == 'assistant' }}"
+        "{{ m.content }}<|end|>{% endfor %}"
+        "{{ '<|assistant|>' if add_generation_prompt }}"
+    ).replace("@", written)
     one = ChatTemplate("phi", source, tokenizer)
     (document,) = one.documents(talk(None, ("a", "cat"), ("b", "cat")))
     found = document.tokens[document.is_supervised]

@@ -257,8 +257,6 @@ def test_bad_batches_are_refused(corpus):
     for first in (-1, len(batches)):
         with pytest.raises(ValueError, match=f"first_step={first} must be one of"):
             iterate(batches, first)
-    with pytest.raises(ValueError, match="buffered_steps=2 must not be below"):
-        iterate(batches, threads=3, buffered_steps=2)
 
 
 def stretched(directory, tokens):
