@@ -33,7 +33,7 @@ from tasks import config_checks, run_config
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
 from tasks.frozen import read_frozen
-from tasks.layout_advice import layout_line, padding_line
+from tasks.layout_advice import start_lines
 from tasks.programs import compile_programs, first_state
 from tasks.run import Data, Run
 from tasks.state import guard_settings
@@ -90,25 +90,13 @@ def train(
     """
     goodput = Goodput()
     settings = record.agreed(lambda: _checked_settings(config, say))
-    profiler = Profiler(config.profile, f"{config.workdir}/tensorboard", say)
-
-    # Mesh, model, loss and data; the state, as shapes.
     run = make_run(config, jax.devices())
-    partition, devices = run.partition, run.partition.mesh.devices.flatten()
-    say(f"mesh: {partition}, of {devices.size} x {devices[0].device_kind}")
     data = run.open_data()
     config_checks.check_attention(run)
-    state_like = run.state_like
-    shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
-    parameters = f"{run.num_parameters:,} parameters in {shards} shards"
-    if run.model.frozen_shapes:
-        parameters += f", {run.num_trained:,} of them trained (adapters)"
-    say(f"model: {parameters}, {config.attention} attention; {run.execution}")
-    for line in filter(None, (padding_line(run), layout_line(run))):
+    for line in start_lines(run):
         say(line)
-
     with contextlib.ExitStack() as stack:
-        if jax.process_index() == 0:
+        if is_first := jax.process_index() == 0:
             stack.enter_context(locked(config.workdir, say))
             if "tensorboard" in config.metrics:
                 make_writable(f"{config.workdir}/tensorboard")
@@ -118,26 +106,24 @@ def train(
         watchdog = Watchdog(guard.first_step_seconds, guard.step_seconds)
         stack.enter_context(watchdog)
 
-        # State.
-        opened = _checkpoints(config, data, settings, say)
-        checkpoints = stack.enter_context(opened)
+        checkpoints = stack.enter_context(_checkpoints(config, data, settings, say))
         if checkpoints.latest_step() is not None:
             with goodput.spend("restore"):
-                state, _ = checkpoints.restore(state_like)
+                state, _ = checkpoints.restore(run.state_like)
             say(f"resuming from step {state.step}")
         else:
             state = first_state(run, data, say)
         frozen = read_frozen(run, say)
-        first_step = int(state.step)
-        last_step = _last_step(config, first_step)
+        first_step, last_step = int(state.step), config.train.steps
+        if first_step >= last_step:  # a complete run goes on
+            last_step = first_step + config.train.extra_steps
         if first_step == last_step:
             say(f"all {last_step} steps are made: raise config.train.steps to go on")
             return {"step": last_step}
-        if jax.process_index() == 0:
+        if is_first:
             seconds = checkpoints.directory.parent / "goodput.json"
             goodput.resume(seconds, first_step, say)
 
-        # Programs.
         _stop_if(stop, first_step)
         say("compiling")
         begun = time.monotonic()
@@ -146,23 +132,24 @@ def train(
         say(f"compiled in {time.monotonic() - begun:.1f} s")
         _stop_if(stop, first_step)
 
-        # Reports.
-        if jax.process_index() == 0:
+        if is_first:
             run_config.write(config, settings)
         name = checkpoints.record[record.RUN]
         writer = stack.enter_context(_sinks(config, name, first_step + 1, say))
         report = _report(run, last_step, writer, say)
-
-        # Loop.
+        profiler = Profiler(config.profile, f"{config.workdir}/tensorboard", say)
         stack.enter_context(profiler)
-        reading = {name: config.data[name] for name in ("threads", "buffered_steps")}
-        batches = iterate(data.batches, first_step, **reading)
+        batches = iterate(data.batches, first_step, threads=config.data.threads)
         stack.enter_context(contextlib.closing(batches))
         loop = Loop(
             programs=programs,
             place=lambda blocks: place(blocks, run.sharding, run.shape),
             held_out=data.validation,
-            every=_intervals(config),
+            every=Intervals(
+                log=config.train.log_every_steps,
+                validate=config.train.validate_every_steps,
+                save=config.checkpoint.save_every_steps,
+            ),
             checkpoints=checkpoints,
             report=report,
             goodput=goodput,
@@ -260,28 +247,9 @@ def _stop_if(stop: SignalNotice, step: int) -> None:
         raise Preempted(f"step {step}, nothing new to save")
 
 
-def _last_step(config: ml_collections.ConfigDict, first_step: int) -> int:
-    """Returns the step to end at; a complete run goes on for `extra_steps`."""
-    if first_step < config.train.steps:
-        return config.train.steps
-    return first_step + config.train.extra_steps
-
-
-def _intervals(config: ml_collections.ConfigDict) -> Intervals:
-    return Intervals(
-        log=config.train.log_every_steps,
-        validate=config.train.validate_every_steps,
-        save=config.checkpoint.save_every_steps,
-    )
-
-
 @names_fields
 def _connect(config: ml_collections.ConfigDict) -> None:
     hosts.connect(**config.hosts)
-
-
-def _silent(line: str) -> None:
-    """Prints nothing: for every process but the first."""
 
 
 def silence_writers() -> None:
@@ -317,8 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     try:
         if config.hosts.coordinator or not config.simulated_devices:
             _connect(config)
-        is_first = jax.process_index() == 0
-        train(config, say if is_first else _silent)
+        train(config, (lambda line: None) if jax.process_index() else say)
     except Preempted as stopped:
         say(f"preempted: {stopped}", sys.stderr)
         return PREEMPTED

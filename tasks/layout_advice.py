@@ -1,9 +1,24 @@
-"""What a run's rows cost, and which layouts suit them, in lines for its start."""
+"""What a run is, what its rows cost, and which layouts suit them, in lines."""
+
+from collections.abc import Iterator
 
 from kernels.layouts import Contiguous, Zigzag
 from models.sizes import WINDOW
 from tasks.corpora import reads_few_shards
 from tasks.run import Run
+
+
+def start_lines(run: Run) -> Iterator[str]:
+    """Yields the lines at a run's start: its mesh, its model and its layout."""
+    config, partition = run.config, run.partition
+    devices = partition.mesh.devices.flatten()
+    yield f"mesh: {partition}, of {devices.size} x {devices[0].device_kind}"
+    shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
+    parameters = f"{run.num_parameters:,} parameters in {shards} shards"
+    if run.model.frozen_shapes:
+        parameters += f", {run.num_trained:,} of them trained (adapters)"
+    yield f"model: {parameters}, {config.attention} attention; {run.execution}"
+    yield from filter(None, (padding_line(run), layout_line(run)))
 
 
 def padding_line(run: Run) -> str:
