@@ -32,9 +32,8 @@ from data.rows import iterate
 from tasks import config_checks, run_config
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
-from tasks.frozen import read_frozen
 from tasks.layout_advice import start_lines
-from tasks.programs import compile_programs, first_state
+from tasks.programs import compile_programs, first_state, read_frozen
 from tasks.run import Data, Run
 from tasks.state import guard_settings
 from tasks.systems import prepare_devices

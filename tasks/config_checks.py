@@ -17,10 +17,15 @@ from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
 from tasks import corpora
 from tasks.config_errors import names_fields, raise_all
-from tasks.execution import COMPUTE_DTYPES, check_execution
 from tasks.run import Run
 from tasks.state import guard_settings, optimizer_settings
-from tasks.systems import attention_system, document_mask, mesh_shape
+from tasks.systems import (
+    COMPUTE_DTYPES,
+    attention_system,
+    check_execution,
+    document_mask,
+    mesh_shape,
+)
 from tasks.task import RUNS, TASKS
 from training.mesh import Partition
 from training.profiler import Profiler

@@ -21,9 +21,10 @@ from models.abstract import joined
 from models.cache import EMPTY, Cache
 from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
-from tasks import frozen
 from tasks.command_line import read_config
+from tasks.programs import read_frozen
 from tasks.run import Run
+from tasks.state import abstract_parameters
 from tasks.systems import prepare_devices
 from tasks.text import TextRun
 from training.mesh import Partition, StationaryPartition
@@ -186,10 +187,10 @@ def restored_parameters(run: TextRun) -> tuple[Any, int]:
 def newest_parameters(run: Run, fingerprint: Mapping[str, Any]) -> tuple[Any, int]:
     """Reads the newest parameters of a model with this fingerprint, and their step."""
     model, dtype = run.model, run.compute_dtype
-    shapes = frozen.abstract_parameters(model.shapes, model.axes, run.partition)
+    shapes = abstract_parameters(model.shapes, model.axes, run.partition)
     saved = SavedParameters(run.config.workdir)
     saved.check_model(fingerprint)
-    parameters = joined(saved.restore(shapes), frozen.read_frozen(run))
+    parameters = joined(saved.restore(shapes), read_frozen(run))
     if dtype == jnp.float32:
         return parameters, saved.step
     axes = joined(model.axes, model.frozen_axes)

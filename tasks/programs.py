@@ -1,4 +1,8 @@
-"""Builds what a run starts with: its compiled programs and its first state."""
+"""What a run starts with: compiled programs, its first state, frozen parameters.
+
+A run with adapters (`config.lora`) freezes the parameters of `config.init_from`. Its
+checkpoints hold the adapters and the identity of what they belong to.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +11,13 @@ import jax
 
 from kernels.compiler import compiler_options
 from tasks.run import Data, Run
-from tasks.state import sharding_of
+from tasks.state import abstract_frozen, identity, sharding_of
 from training.loop import Programs
 from training.step import TrainState, initial_state, make_evaluate_step, make_replay
 from training.weights import SavedParameters
+
+BASE = "base_weights"
+"""Their identity's key in a fingerprint."""
 
 
 def compile_programs(run: Run, frozen: Any) -> Programs:
@@ -69,3 +76,47 @@ def first_state(run: Run, data: Data, say: Callable[[str], None]) -> TrainState:
         donate_argnums=0,
     )
     return begin(parameters)
+
+
+def identify_frozen(run: Run) -> dict[str, str]:
+    """Returns what a fingerprint says of the frozen parameters; nothing without any.
+
+    Reads no array.
+
+    Raises:
+      ValueError, FileNotFoundError: the parameters are missing, or of another model.
+    """
+    config, model = run.config, run.model
+    if not model.frozen_shapes:
+        return {}
+    saved = SavedParameters(config.init_from)
+    sizes = identity(model.config)
+    sizes.pop("lora")
+    if "lora" in saved.fingerprint.get("model", {}):
+        raise ValueError(
+            f"{config.init_from=} holds adapters, and no model: export it with "
+            "tools/convert_hf.py, which merges them, and import that"
+        )
+    saved.check_model({"model": sizes}, config.may_change)
+    return {BASE: str(saved)}
+
+
+def read_frozen(run: Run, say: Callable[[str], None] = print) -> Any:
+    """Reads the frozen parameters onto the mesh; an empty tree without them.
+
+    Raises:
+      ValueError: they are damaged, or do not fit the model.
+    """
+    config, model = run.config, run.model
+    if not model.frozen_shapes:
+        return {}
+    saved = SavedParameters(config.init_from)
+    frozen = saved.restore(abstract_frozen(model, run.partition))
+    line = f"frozen parameters: of step {saved.step} of {config.init_from}"
+    if saved.rounded:
+        line += (
+            f", {saved.rounded} matrices rounded to bfloat16 ({config.compute_dtype=} "
+            f"{config.lora.base_dtype=})"
+        )
+    say(line)
+    return frozen

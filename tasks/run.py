@@ -29,11 +29,13 @@ from models.abstract import Model
 from models.memory import Execution, Kept
 from tasks import corpora
 from tasks.config_errors import names_fields, raise_all
-from tasks.execution import check_execution, chosen_execution, device_of
 from tasks.state import abstract_state, optimizer_settings, sharding_of
 from tasks.systems import (
     AttentionSystem,
     attention_system,
+    check_execution,
+    chosen_execution,
+    device_of,
     document_mask,
     partition,
 )

@@ -63,6 +63,21 @@ def abstract_state(
     )
 
 
+def abstract_frozen(model: Model, partition: Partition) -> Any:
+    """Returns shape, dtype and sharding of the frozen parameters."""
+    return abstract_parameters(model.frozen_shapes, model.frozen_axes, partition)
+
+
+def abstract_parameters(shapes: Any, axes: Any, partition: Partition) -> Any:
+    """Returns parameters' shapes and types with the sharding of their axes."""
+
+    def placed(shape: jax.ShapeDtypeStruct, names: Axes) -> jax.ShapeDtypeStruct:
+        sharding = partition.sharding(names, shape.shape)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, shapes, axes)
+
+
 @names_fields
 def optimizer_settings(
     config: ml_collections.ConfigDict,

@@ -18,8 +18,9 @@ from models.flops import paper_train_flops, train_flops
 from models.losses import Parts, cross_entropy
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import corpora, frozen
+from tasks import corpora
 from tasks.config_errors import names_fields
+from tasks.programs import identify_frozen
 from tasks.run import Data, Objective, Run
 from tasks.state import identity
 from training.feed import host_blocks
@@ -127,7 +128,7 @@ class TextRun(Run):
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Properties in which a checkpoint must agree, adapters' base included."""
-        return {"model": identity(self.sizes)} | frozen.identify(self)
+        return {"model": identity(self.sizes)} | identify_frozen(self)
 
     def open_data(self) -> Data:
         corpora.directories(self.config)

@@ -36,7 +36,7 @@ from data.text.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import corpora, frozen, run_config
+from tasks import corpora, run_config, state
 from tasks.command_line import Parser, as_program
 from tasks.text import TextRun
 from tools.generate import find_tokenizer
@@ -268,7 +268,7 @@ def _tensors(
     dtype: str,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every tensor of the published model, parameter by parameter."""
-    abstract = frozen.abstract_parameters(model.shapes, model.axes, partition)
+    abstract = state.abstract_parameters(model.shapes, model.axes, partition)
     leaves = traverse_util.flatten_dict(abstract)
     for weight in weights:
         tree = traverse_util.unflatten_dict({weight.path: leaves[weight.path]})

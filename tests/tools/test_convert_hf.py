@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from data.text.corpus import prepare
 from data.text.tokenizer import open_tokenizer
 from models.sizes import LanguageModelConfig
-from tasks import frozen, run_config, text
+from tasks import run_config, state, text
 from tasks.command_line import read_config
 from tasks.text import TextRun
 from tests.cases import pairs
@@ -285,7 +285,7 @@ def run_of(directory: Path, settings: dict[str, Any], model: str = "llama") -> s
     import_model(hf_models.DIRECTORY / model, weights, partition)
     run = TextRun(run_config.read(str(weights)), partition)
     made, kept = run.model, workdir / "checkpoints"
-    like = frozen.abstract_parameters(made.shapes, made.axes, partition)
+    like = state.abstract_parameters(made.shapes, made.axes, partition)
     with Checkpoints(kept, keep=1, fingerprint=run.fingerprint) as checkpoints:
         checkpoints.record = {SETTINGS: settings}
         checkpoints.save(1, {PARAMETERS: SavedParameters(weights).restore(like)})

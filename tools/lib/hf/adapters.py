@@ -15,8 +15,7 @@ from data.json_text import short
 from models.abstract import Model
 from models.adapters import FACTORS
 from models.sizes import TARGETS, LanguageModelConfig, Lora
-from tasks import frozen
-from tasks.state import identity
+from tasks.state import abstract_parameters, identity
 from tasks.text import TextRun
 from tools.lib.hf.config import WITH_IMAGES
 from tools.lib.hf.names import Weight, weight_at
@@ -114,7 +113,7 @@ class Adapted:
         self.model = model = run.model
         self.saved = SavedParameters(run.config.workdir)
         self.saved.check_model(run.fingerprint)
-        like = frozen.abstract_parameters(model.shapes, model.axes, run.partition)
+        like = abstract_parameters(model.shapes, model.axes, run.partition)
         self.parameters = self.saved.restore(like)
         self._base = SavedParameters(run.config.init_from)
 

@@ -8,7 +8,7 @@ import numpy as np
 from flax import traverse_util
 
 from models.abstract import Model
-from tasks import frozen
+from tasks.state import abstract_parameters
 from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, stored_shapes
 from tools.lib.hf.tensor_files import TensorFiles
 from training.mesh import Partition
@@ -37,7 +37,7 @@ def load(
       ValueError: the files lack tensors or have others, or numbers that are not finite.
     """
     _check_tensors(files, weights, model, config)
-    abstract = frozen.abstract_parameters(model.shapes, model.axes, partition)
+    abstract = abstract_parameters(model.shapes, model.axes, partition)
     leaves = traverse_util.flatten_dict(abstract)
     parameters = {w.path: _place(files, w, leaves[w.path]) for w in weights}
     return traverse_util.unflatten_dict(parameters)

@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import ml_collections
 
-from tasks.frozen import abstract_frozen
 from tasks.run import Run
+from tasks.state import abstract_frozen
 from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.clock import Ring

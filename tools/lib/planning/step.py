@@ -13,8 +13,8 @@ import ml_collections
 
 from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import config_checks
-from tasks.frozen import abstract_frozen
 from tasks.run import Run
+from tasks.state import abstract_frozen
 from tasks.task import make_run
 from tools.lib.compiled.pods import Pod, compile_to_fit
 from tools.lib.planning.clock import layer_masks
