@@ -21,8 +21,7 @@ from itertools import cycle
 from typing import Any
 
 from data.json_text import is_unicode, short
-from data.text.input_files import InputFile
-from data.text.row_files import FORMATS, ending, read_rows
+from data.text.row_files import FORMATS, InputFile, ending, read_rows
 from data.text.skipped import BadRow
 
 

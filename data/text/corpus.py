@@ -18,10 +18,10 @@ import numpy as np
 from tqdm import tqdm
 
 from data.text.holdout import Holdout
-from data.text.input_files import InputFile, Inputs, files_in, list_inputs
+from data.text.input_files import Inputs, files_in, list_inputs
 from data.text.markup import check_markup, find_markup
+from data.text.row_files import InputFile, TextDocument, read_documents
 from data.text.skipped import BadRow, Skipped, printable, stop_at
-from data.text.text_documents import TextDocument, read_documents
 from data.text.token_file import SPLITS, TokenFile, TokenFileWriter
 from data.text.tokenizer import ByteTokenizer, Tokenizer, begun
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from data.files import refuse_bucket
 from data.json_text import read_json_object
-from data.text.row_files import FORMATS, TABLES, check_beginning, ending
+from data.text.row_files import FORMATS, TABLES, InputFile, check_beginning, ending
 from data.text.skipped import BadRow, Skipped
 
 EVERY_FILE = "*"
@@ -33,19 +33,6 @@ SPLIT_NAME = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])")
 SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?!\d)")
 STATE, DICTIONARY = "state.json", "dataset_dict.json"
 """Files of `save_to_disk`: of a folder with a split, and of that of the folders."""
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A file to read.
-
-    split: "train" or "validation"; None: each document's words decide.
-    is_named: whether it is an input itself, not found in a directory.
-    """
-
-    path: Path
-    split: str | None
-    is_named: bool
 
 
 @dataclass(frozen=True)

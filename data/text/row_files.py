@@ -1,4 +1,4 @@
-"""Files of rows: Parquet, Arrow, JSON lines, JSON lists and CSV, a row at a time.
+"""Files of rows and of texts: a table of formats, each read a row at a time.
 
 All but Parquet and Arrow's file format, whose ends are read first, may be compressed,
 and so may texts: `.gz` or `.zst` behind the ending. Memory holds a row, a record batch
@@ -9,27 +9,33 @@ or pages of a row group, whatever the size of the file; and a row that is longer
 import contextlib
 import csv
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NamedTuple
 
-from data.json_text import MOST_OF_ONE, check_size, iterate_list, parse_json, short
+from data.json_text import (
+    MOST_OF_ONE,
+    check_size,
+    is_unicode,
+    iterate_list,
+    parse_json,
+    short,
+)
 from data.text.skipped import BadRow
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 TABLES = (".parquet", ".arrow", ".feather")
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-FORMATS = (".jsonl", ".ndjson", ".json", *SEPARATORS, *TABLES)
-"""Endings of files of rows."""
+AMBIGUOUS = (".json", ".csv", ".tsv")
+"""Endings of files that may hold rows of texts, and else are texts themselves."""
 
 # First bytes of files, whatever they are called.
 ARROW_FILE = b"ARROW1"
 BEGINNINGS = {
-    b"PAR1": ".parquet",
-    ARROW_FILE: ".arrow",
-    b"\x1f\x8b": ".gz",
-    b"\x28\xb5\x2f\xfd": ".zst",
+    b"PAR1": (".parquet",),
+    ARROW_FILE: (".arrow", ".feather"),
+    b"\x1f\x8b": (".gz",),
+    b"\x28\xb5\x2f\xfd": (".zst",),
 }
 TABLE_IS_COMPRESSED = "tables are compressed inside and read from their ends: unpack it"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -39,6 +45,26 @@ MOST_SAID = 300
 # Rows of a table that are Python's at a time, and bytes of a column read at a time.
 ROWS_AT_A_TIME = 64
 BUFFER_BYTES = 1 << 20
+
+
+class InputFile(NamedTuple):
+    """A file to read.
+
+    split: "train" or "validation"; None: each document's words decide.
+    is_named: whether it is an input itself, not found in a directory.
+    """
+
+    path: Path
+    split: str | None
+    is_named: bool
+
+
+class TextDocument(NamedTuple):
+    """A document that is not empty, where it is, and its split (see `InputFile`)."""
+
+    where: str
+    text: str
+    split: str | None
 
 
 def ending(path: Path) -> str:
@@ -60,13 +86,12 @@ def check_beginning(path: Path) -> None:
         raise ValueError(
             f"{path} is a pointer of Git LFS, not the file: fetch it (git lfs pull)"
         )
-    is_compressed = path.suffix.lower() in CODECS
-    if is_compressed and ending(path) == ".parquet":
+    codec = path.suffix.lower()
+    if codec in CODECS and ending(path) == ".parquet":
         raise ValueError(f"{path}: {TABLE_IS_COMPRESSED}")
-    for beginning, wanted in BEGINNINGS.items():
-        own = path.suffix.lower() if wanted in CODECS else ending(path)
-        own = ".arrow" if own == ".feather" else own
-        if head.startswith(beginning) and own != wanted:
+    for beginning, (wanted, *others) in BEGINNINGS.items():
+        own = codec if wanted in CODECS else ending(path)
+        if head.startswith(beginning) and own not in (wanted, *others):
             raise ValueError(
                 f"{path} begins as a {wanted} file: give it the ending {wanted}"
             )
@@ -95,18 +120,8 @@ def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]
       OSError, ValueError: the file is damaged, not what its ending says, or a table
         with none of the columns.
     """
-    kind = ending(path)
     with naming(path):
-        if kind == ".parquet":
-            yield from _parquet(path, columns)
-        elif kind in TABLES:
-            yield from _arrow(path, columns)
-        elif kind in SEPARATORS:
-            yield from _separated(path, columns, SEPARATORS[kind])
-        elif kind == ".json" and _first_letter(path) == b"[":
-            yield from _json_list(path)
-        else:
-            yield from _json_lines(path)
+        yield from FORMATS[ending(path)](path, columns)
 
 
 @contextlib.contextmanager
@@ -127,21 +142,14 @@ def naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _first_letter(path: Path) -> bytes:
-    """Returns the first byte that is neither a space nor a mark of the byte order."""
-    with open_bytes(path) as file:
-        while part := file.read(1 << 12):
-            found = part.removeprefix(b"\xef\xbb\xbf").lstrip()
-            if found:
-                return found[:1]
-    return b""
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _json_lines(path: Path, _: Collection[str]) -> Iterator[tuple[str, Any]]:
     with open_bytes(path) as file:
         for where, line in _lines(path, file):
             if line.strip():
-                yield where, _parsed(where, line)
+                try:
+                    yield where, parse_json(line)
+                except ValueError as error:
+                    yield where, BadRow(where, f"no JSON ({error})")
 
 
 def _lines[T: (str, bytes)](path: Path, file: IO[T]) -> Iterator[tuple[str, T]]:
@@ -154,25 +162,29 @@ def _lines[T: (str, bytes)](path: Path, file: IO[T]) -> Iterator[tuple[str, T]]:
         yield where, line
 
 
-def _parsed(where: str, line: bytes) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        return BadRow(where, f"no JSON ({error})")
-
-
-def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
+def _json(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+    if _first_letter(path) != b"[":
+        yield from _json_lines(path, columns)
+        return
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as text:
         for number, row in enumerate(iterate_list(text.read)):
             yield f"{path}[{number}]", row
 
 
-def _separated(
-    path: Path, columns: Collection[str], separator: str
-) -> Iterator[tuple[str, Any]]:
+def _first_letter(path: Path) -> bytes:
+    """Returns the first byte that is neither a space nor a mark of the byte order."""
+    with open_bytes(path) as file:
+        while part := file.read(1 << 12):
+            if found := part.removeprefix(b"\xef\xbb\xbf").lstrip():
+                return found[:1]
+    return b""
+
+
+def _separated(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(MOST_OF_ONE)  # of 128 KiB otherwise: documents are longer
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
         lines = (line for _, line in _lines(path, file))
+        separator = "\t" if ending(path) == ".tsv" else ","
         rows = csv.reader(lines, delimiter=separator, strict=True)
         header = next(rows, [])
         if len({*header}) < len(header):
@@ -188,25 +200,29 @@ def _separated(
                 yield where, BadRow(where, reason)
 
 
-def _parquet(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+    batches = _parquet if ending(path) == ".parquet" else _arrow
+    rows = (row for batch in batches(path, columns) for row in batch.to_pylist())
+    for number, row in enumerate(rows):
+        yield f"{path}[{number}]", row
+
+
+def _parquet(path: Path, columns: Collection[str]) -> Iterator[Any]:
+    """Yields batches of few rows."""
     from pyarrow.parquet import ParquetFile
 
     # Without a buffer a whole column of a row group would be in memory.
     with ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         existing = _existing(path, file.schema_arrow.names, columns)
-        number = 0
         # Without threads: one may still read when another has found damage.
         read = {"columns": existing, "use_threads": False}
-        for batch in file.iter_batches(ROWS_AT_A_TIME, **read):
-            for row in batch.to_pylist():
-                yield f"{path}[{number}]", row
-                number += 1
+        yield from file.iter_batches(ROWS_AT_A_TIME, **read)
 
 
-def _arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _arrow(path: Path, columns: Collection[str]) -> Iterator[Any]:
+    """Yields batches of few rows."""
     from pyarrow import ipc
 
-    number = 0
     with open_bytes(path) as file:
         is_file = file.peek(len(ARROW_FILE)).startswith(ARROW_FILE)
         if is_file and not file.seekable():
@@ -219,9 +235,7 @@ def _arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
             wanted = batch.select(existing)
             wanted.validate(full=True)  # reading damaged lengths ends the process
             for begin in range(0, len(batch), ROWS_AT_A_TIME):
-                for row in wanted.slice(begin, ROWS_AT_A_TIME).to_pylist():
-                    yield f"{path}[{number}]", row
-                    number += 1
+                yield wanted.slice(begin, ROWS_AT_A_TIME)
 
 
 def _existing(path: Path, names: list[str], columns: Collection[str]) -> list[str]:
@@ -233,3 +247,89 @@ def _existing(path: Path, names: list[str], columns: Collection[str]) -> list[st
             "another column (--text-field of texts) or file"
         )
     return found
+
+
+FORMATS: Mapping[str, Callable[..., Iterator[tuple[str, Any]]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    ".json": _json,
+    **dict.fromkeys((".csv", ".tsv"), _separated),
+    **dict.fromkeys(TABLES, _table),
+}
+"""Readers of files of rows, by their endings."""
+
+
+def read_documents(
+    files: Sequence[InputFile], text_field: str
+) -> Iterator[TextDocument | BadRow]:
+    """Yields the documents of the files, in their order, and bad rows.
+
+    text_field: column or field of a row that is the document.
+
+    Raises:
+      OSError, ValueError: a file is damaged, or a named one holds no text.
+    """
+    for file in files:
+        if _has_rows(file, text_field):
+            rows = read_rows(file.path, [text_field])
+        else:
+            rows = [(str(file.path), _whole(file, text_field))]
+        for where, row in rows:
+            yield _document(where, row, text_field, file.split)
+
+
+def _has_rows(file: InputFile, text_field: str) -> bool:
+    """Returns whether a file is read row by row, and not as one document.
+
+    What is found in a directory, with an ending that data of programs have too, is if
+    its first row has a text.
+    """
+    kind = ending(file.path)
+    if file.is_named or kind not in AMBIGUOUS:
+        return kind in FORMATS
+    try:
+        where, row = next(read_rows(file.path, [text_field]), ("", None))
+    except ValueError:
+        return False
+    found = _document(where, row, text_field, file.split)
+    return not (isinstance(found, BadRow) and found.is_error)
+
+
+def _whole(file: InputFile, text_field: str) -> dict[str, str] | BadRow:
+    """Returns a row of the whole text of a file."""
+    where, found = str(file.path), bytearray()
+    with naming(file.path), open_bytes(file.path) as content:
+        while part := content.read(BUFFER_BYTES):
+            found += part
+            check_size(len(found), where)
+    with contextlib.suppress(UnicodeDecodeError):
+        text = found.decode("utf-8")
+        # No text has the zero byte, and many binary files that decode by chance do.
+        if "\0" not in text:
+            return {text_field: text}
+    if file.is_named:
+        raise ValueError(
+            f"{where} is not UTF-8 text, nor of a known format: inputs are texts, or "
+            f"{', '.join(FORMATS)} (and .gz, .zst): convert it"
+        )
+    return BadRow(where, "files that are not UTF-8 text", is_error=False)
+
+
+def _document(
+    where: str, row: Any, text_field: str, split: str | None
+) -> TextDocument | BadRow:
+    """Returns the document of a row, or the reason why it has no document."""
+    if isinstance(row, BadRow):
+        return row
+    if not isinstance(row, dict):
+        return BadRow(where, f"{type(row).__name__}, and no object with {text_field!r}")
+    if text_field not in row:
+        fields = short([*row])
+        return BadRow(where, f"no field {text_field!r} (--text-field), but {fields}")
+    text = row[text_field]
+    if not isinstance(text, str):
+        return BadRow(where, f"field {text_field!r} is {type(text).__name__}, no text")
+    if not is_unicode(text):
+        return BadRow(where, f"field {text_field!r} has half a surrogate pair")
+    if not text:
+        return BadRow(where, "empty documents", is_error=False)
+    return TextDocument(where, text, split)

@@ -11,7 +11,7 @@ from data.chat.chat_template import ChatTemplate, template_of
 from data.chat.conversation import Conversation, read_conversations
 from data.chat.conversation import parse_conversation as parse
 from data.chat.corpus import ChatEncoder, prepare_chats
-from data.text.input_files import InputFile
+from data.text.row_files import InputFile
 from data.text.skipped import BadRow
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer

@@ -15,10 +15,9 @@ from data import json_text
 from data.json_text import iterate_list, parse_json, read_json_object
 from data.text import row_files
 from data.text.corpus import prepare
-from data.text.input_files import InputFile, list_inputs
-from data.text.row_files import read_rows
+from data.text.input_files import list_inputs
+from data.text.row_files import InputFile, read_documents, read_rows
 from data.text.skipped import BadRow
-from data.text.text_documents import read_documents
 from data.text.tokenizer import ByteTokenizer
 from tests import tables
 from tests.cases import table
