@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import train
-from data.chat.chat_format import FORMATS
+from data.chat.chat_template import format_source
 from data.text.token_file import SPLITS, TokenFile
 from data.text.tokenizer import open_tokenizer
 from tasks.command_line import read_config
@@ -98,7 +98,7 @@ def write_tokenizer(directory: Path) -> None:
     family = FAMILIES["llama3"]
     family.save(directory, ["\n".join(talk) for talk in CONVERSATIONS])
     config = {"bos_token": family.bos, "eos_token": "<|end_of_text|>"}
-    config |= {"add_bos_token": True, "chat_template": FORMATS["llama3"].template}
+    config |= {"add_bos_token": True, "chat_template": format_source("llama3")}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -34,8 +34,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from data.chat.chat_format import FORMATS
-from data.chat.chat_template import OWN, ChatTemplate, Message, open_template
+from data.chat.chat_template import FORMATS, OWN, ChatTemplate, Message, open_template
 from data.text.text_stream import TextStream
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer

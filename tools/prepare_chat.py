@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from configs import tiny
-from data.chat.chat_format import FORMATS
-from data.chat.chat_template import OWN, open_template
+from data.chat.chat_template import FORMATS, OWN, open_template
 from data.chat.corpus import TOO_LONG, ChatEncoder, prepare_chats
 from data.text.tokenizer_files import read_chat_template
 from tasks.command_line import as_program, at_least

@@ -4,6 +4,11 @@ A template is Jinja, as published models have theirs, and is rendered as transfo
 does, in a sandbox. What it writes as a special token is one; the same name in people's
 words is text. A reply is what comes after the prompt that asks for it, up to the token
 that ends it: exactly the tokens that a model is asked to write are supervised.
+
+Templates of `FORMATS` are in data/chat/formats. Where a published one puts the system's
+words before the last question (Mistral) or refuses them (Gemma 1 and 2), they stand
+before the first question, so that all replies are learned with them, and no token
+changes when a conversation goes on.
 """
 
 import json
@@ -20,7 +25,6 @@ import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 
-from data.chat.chat_format import FORMATS, ChatFormat
 from data.text.corpus import Document
 from data.text.tokenizer import Tokenizer
 from data.text.tokenizer_files import read_chat_template
@@ -34,6 +38,23 @@ MOST_MADE = 1 << 24
 """Letters, items or bits that a template may make by one product or power."""
 OWN = "own"
 """Name of the template that a tokenizer or a corpus comes with."""
+_CHATML = "<|im_start|>", "<|im_end|>"
+_INST = "[INST]", "[/INST]"
+FORMATS: Mapping[str, Sequence[str]] = {
+    "vicuna": ["Vicuna 1.1"],
+    "llama2": ["Llama 2"],
+    "llama3": ["Llama 3", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "chatml": ["Qwen", *_CHATML],
+    "qwen2": ["Qwen", *_CHATML],
+    "qwen2.5": ["Qwen", *_CHATML],
+    "gemma": ["Gemma", "<start_of_turn>", "<end_of_turn>"],
+    "mistral-v1": ["Mistral v1"],
+    "mistral": ["Mistral v3", *_INST],
+    "mistral-v7": ["Mistral v7", *_INST, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"],
+    "olmo2": ["OLMo 2"],
+}
+"""Names of templates: the family whose tokenizers have their special tokens, and which
+these are, besides bos_token and eos_token."""
 
 
 @dataclass(frozen=True)
@@ -228,29 +249,9 @@ class ChatTemplate:
         return found[0]
 
 
-def template_of(chat_format: ChatFormat, tokenizer: Tokenizer) -> ChatTemplate:
-    """Makes the template of a format.
-
-    Raises:
-      ValueError: the tokenizer lacks one of its tokens, or takes one's name in a text
-        for the token.
-    """
-    named = {name: tokenizer.token_id(name) for name in chat_format.tokens}
-    missing = [name for name, token in named.items() if token is None]
-    if missing:
-        raise ValueError(
-            f"the {tokenizer.name} tokenizer has no token {', '.join(missing)}, "
-            f"which the template {chat_format.name} needs: take that of "
-            f"{chat_format.family}, or another template"
-        )
-    for name, token in named.items():
-        if name not in tokenizer.special:
-            raise ValueError(
-                f"the {tokenizer.name} tokenizer takes {name} in a text for the "
-                f"token {token}, so that words could end a turn: take a tokenizer."
-                f'json whose added_tokens have it with "special": true'
-            )
-    return ChatTemplate(chat_format.name, chat_format.template, tokenizer)
+def format_source(name: str) -> str:
+    """Returns the template of one of FORMATS."""
+    return (Path(__file__).parent / "formats" / f"{name}.jinja").read_text("utf-8")
 
 
 def open_template(
@@ -258,13 +259,15 @@ def open_template(
 ) -> ChatTemplate:
     """Opens the template of this name.
 
-    name: of a format; or `OWN`, which is the corpus', or else the tokenizer's.
+    name: one of FORMATS; or `OWN`, which is the corpus', or else the tokenizer's.
 
     Raises:
-      ValueError: there is no template, or as `template_of`.
+      ValueError: there is no template; or the tokenizer lacks one of its tokens, or
+        takes one's name in a text for the token.
     """
     if name != OWN:
-        return template_of(FORMATS[name], tokenizer)
+        _check_tokens(name, tokenizer)
+        return ChatTemplate(name, format_source(name), tokenizer)
     places = [corpus] if corpus else []
     places += [tokenizer.path.parent] if tokenizer.path else []
     for place in places:
@@ -276,6 +279,25 @@ def open_template(
         f"there is no chat template in {where}: name one of {', '.join(FORMATS)}, "
         "or give the tokenizer of a chat model"
     )
+
+
+def _check_tokens(template: str, tokenizer: Tokenizer) -> None:
+    family, *names = FORMATS[template]
+    named = {name: tokenizer.token_id(name) for name in names}
+    missing = [name for name, token in named.items() if token is None]
+    if missing:
+        raise ValueError(
+            f"the {tokenizer.name} tokenizer has no token {', '.join(missing)}, "
+            f"which the template {template} needs: take that of {family}, or another "
+            "template"
+        )
+    for name, token in named.items():
+        if name not in tokenizer.special:
+            raise ValueError(
+                f"the {tokenizer.name} tokenizer takes {name} in a text for the "
+                f"token {token}, so that words could end a turn: take a tokenizer."
+                f'json whose added_tokens have it with "special": true'
+            )
 
 
 def _places(text: str, prompts: Iterable[str]) -> dict[int, bool]:

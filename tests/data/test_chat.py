@@ -6,8 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from data.chat.chat_format import FORMATS
-from data.chat.chat_template import ChatTemplate, template_of
+from data.chat.chat_template import ChatTemplate, open_template
 from data.chat.conversation import Conversation, read_conversations
 from data.chat.conversation import parse_conversation as parse
 from data.chat.corpus import ChatEncoder, prepare_chats
@@ -30,7 +29,7 @@ def encoder(
     context_tokens=1000, too_long="truncate", template="vicuna", tokenizer=BYTES
 ):
     options = {"context_tokens": context_tokens, "too_long": too_long}
-    return ChatEncoder(template_of(FORMATS[template], tokenizer), **options)
+    return ChatEncoder(open_template(template, tokenizer), **options)
 
 
 def shown(document):

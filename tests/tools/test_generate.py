@@ -16,8 +16,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from data.chat.chat_format import FORMATS
-from data.chat.chat_template import open_template, template_of
+from data.chat.chat_template import open_template
 from data.chat.conversation import Conversation
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
@@ -199,7 +198,7 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
     config = {"eos_token_id": [0, 3]}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     tokenizer = open_tokenizer(str(path))
-    template = template_of(FORMATS["chatml"], tokenizer)
+    template = open_template("chatml", tokenizer)
     said = [("Hi?", "Hello."), ("Wie heißt 猫?", "Katze"), ("Bye", "See you")]
     for stop_token in (0, 2, 3):
         stub = Stub([])

@@ -12,7 +12,7 @@ import pytest
 
 import train
 from configs import tiny
-from data.chat.chat_format import FORMATS
+from data.chat.chat_template import format_source
 from data.text.corpus import prepare
 from data.text.token_file import TokenFile, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
@@ -107,7 +107,7 @@ def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
     """And refuses conversations, each with its name; but another may be named."""
     make_hugging_face(tmp_path / "tokenizer.json", QWEN)
     refuses = "{{ raise_exception('3') if messages[0].content == 'question 3' }}"
-    own = refuses + FORMATS["chatml"].template
+    own = refuses + format_source("chatml")
     (tmp_path / "chat_template.jinja").write_text(own)
     source, out = tmp_path / "in.json", tmp_path / "out"
     source.write_text(json.dumps(rows(9)))
