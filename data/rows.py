@@ -70,18 +70,19 @@ class CorpusRows(ABC):
         """Number of rows."""
 
     @abstractmethod
-    def bounds(self, row: int) -> np.ndarray:
-        """Returns where the row's documents begin in the stream, and its end: int (n,).
+    def span(self, row: int) -> tuple[int, int]:
+        """Returns where in the stream what the row reads and predicts begins and ends.
 
-        They hold what the row reads and predicts: up to `length` tokens and the target
-        of the last one; fewer in a padded row.
+        That is up to `length` tokens and the target of the last one; fewer in a padded
+        row. It holds whole documents, or parts of those at its ends.
         """
 
     def read(self, row: int, index: np.ndarray) -> Batch:
         """Reads tokens of a row, as `RowPlan.read`."""
-        bounds = self.bounds(row)
-        begin, bounds = bounds[0], bounds - bounds[0]
-        size = int(bounds[-1])
+        begin, stop = self.span(row)
+        size, starts = stop - begin, self.corpus.starts
+        inner = starts[slice(*starts.searchsorted((begin + 1, stop)))]
+        bounds = np.r_[begin, inner, stop] - begin
         document = np.searchsorted(bounds[:-1], index, side="right") - 1
         first = bounds[document].astype(np.int32)
         end = bounds[document + 1].astype(np.int32)
@@ -127,11 +128,9 @@ class PackedRows(CorpusRows):
         # The last token is nothing but the target of the one before it.
         return (self.corpus.tokens.size - 1) // self.length
 
-    def bounds(self, row: int) -> np.ndarray:
+    def span(self, row: int) -> tuple[int, int]:
         begin = row * self.length
-        end = begin + self.length + 1
-        first, last = self.corpus.starts.searchsorted((begin + 1, end))
-        return np.r_[begin, self.corpus.starts[first:last], end]
+        return begin, begin + self.length + 1
 
 
 class WholeRows(CorpusRows):
@@ -158,16 +157,15 @@ class WholeRows(CorpusRows):
 
     @cached_property
     def _edges(self) -> np.ndarray:
-        """First document of each row, and the number of documents, int64."""
+        """Where in the stream each row begins, and the last one ends, int64."""
         offsets, edges = self.corpus.offsets, [0]
-        while edges[-1] < offsets.size - 1:
-            row_end = offsets[edges[-1]] + self.length
-            edges.append(int(np.searchsorted(offsets, row_end, side="right")) - 1)
+        while edges[-1] < offsets[-1]:
+            fitting = np.searchsorted(offsets, edges[-1] + self.length, side="right")
+            edges.append(int(offsets[fitting - 1]))
         return np.array(edges)
 
-    def bounds(self, row: int) -> np.ndarray:
-        first, last = self._edges[row : row + 2]
-        return self.corpus.offsets[first : last + 1]
+    def span(self, row: int) -> tuple[int, int]:
+        return int(self._edges[row]), int(self._edges[row + 1])
 
 
 class DocumentRows(CorpusRows):
@@ -195,12 +193,12 @@ class DocumentRows(CorpusRows):
         """Rows of each document and all before it, int64 (documents,)."""
         return np.cumsum(-(-(self.corpus.lengths - 1) // self.length))
 
-    def bounds(self, row: int) -> np.ndarray:
+    def span(self, row: int) -> tuple[int, int]:
         document = int(np.searchsorted(self._rows_until, row, side="right"))
         part = row - (int(self._rows_until[document - 1]) if document else 0)
-        first, document_end = self.corpus.offsets[document : document + 2]
+        first, document_end = map(int, self.corpus.offsets[document : document + 2])
         begin = first + part * self.length
-        return np.array([begin, min(begin + self.length + 1, document_end)])
+        return begin, min(begin + self.length + 1, document_end)
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
