@@ -1,6 +1,5 @@
 """Batches of a training step, and the blocks of them that devices hold."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +24,7 @@ class Batch(NamedTuple):
     k_end: np.ndarray
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A part of a global batch that one device holds.
 
     rows: first row of the global batch, and the row after the last.
@@ -35,12 +33,3 @@ class Block:
 
     rows: tuple[int, int]
     columns: tuple[int, int]
-
-    def __post_init__(self):
-        for name in ("rows", "columns"):
-            start, stop = getattr(self, name)
-            if not 0 <= start < stop:
-                raise ValueError(
-                    f"block {name}={(start, stop)} must be a start from 0 on and a "
-                    "larger stop"
-                )

@@ -63,6 +63,13 @@ class CorpusRows(ABC):
     def __post_init__(self):
         if self.length < 1:
             raise ValueError(f"a row's length={self.length} must be at least 1 token")
+        if self.rows < 1:
+            raise ValueError(
+                f"split {self.corpus.split!r} of {self.corpus.directory}, of "
+                f"{self.corpus.tokens.size} tokens in documents of up to "
+                f"{self.corpus.lengths.max()}, has no row of {self.length} tokens and "
+                "what follows them: shorten the context or prepare more text"
+            )
 
     @property
     @abstractmethod
@@ -114,15 +121,6 @@ class PackedRows(CorpusRows):
     end.
     """
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.rows < 1:
-            raise ValueError(
-                f"a row of {self.length} tokens and the one after it do not fit in the "
-                f"{self.corpus.tokens.size} tokens of split {self.corpus.split!r} of "
-                f"{self.corpus.directory}: shorten the context or prepare more text"
-            )
-
     @property
     def rows(self) -> int:
         # The last token is nothing but the target of the one before it.
@@ -139,8 +137,13 @@ class WholeRows(CorpusRows):
     For documents that mean little in parts, as conversations.
     """
 
-    def __post_init__(self):
-        super().__post_init__()
+    @property
+    def rows(self) -> int:
+        return self._edges.size - 1
+
+    @cached_property
+    def _edges(self) -> np.ndarray:
+        """Where in the stream each row begins, and the last one ends, int64."""
         lengths = self.corpus.lengths
         if lengths.max() > self.length:
             document = int(np.argmax(lengths))
@@ -150,14 +153,6 @@ class WholeRows(CorpusRows):
                 f"fit whole in a row of {self.length}: take a longer context, prepare "
                 "the corpus for this one, or use packed rows"
             )
-
-    @property
-    def rows(self) -> int:
-        return self._edges.size - 1
-
-    @cached_property
-    def _edges(self) -> np.ndarray:
-        """Where in the stream each row begins, and the last one ends, int64."""
         offsets, edges = self.corpus.offsets, [0]
         while edges[-1] < offsets[-1]:
             fitting = np.searchsorted(offsets, edges[-1] + self.length, side="right")
@@ -175,14 +170,6 @@ class DocumentRows(CorpusRows):
     row is padded. Rows are made for every token that has a successor in its document,
     so nothing is lost, and no row is without a target.
     """
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.rows < 1:
-            raise ValueError(
-                f"split {self.corpus.split!r} of {self.corpus.directory} has no "
-                "document of two tokens or more: prepare more text"
-            )
 
     @property
     def rows(self) -> int:
@@ -268,19 +255,13 @@ class TextBatches:
           fills: whether the rows left over are a batch too, filled up with others.
 
         Raises:
-          ValueError: a block lies outside of the batch, or there are too few rows for
-            one batch.
+          ValueError: there are too few rows for one batch.
         """
         self.blocks = tuple(dict.fromkeys(blocks))
         self._plan, self.rows = plan, plan.rows
         self.columns = columns or padded_length(layout, ring_size, plan.length)
         self._index = {}
         for block in self.blocks:
-            if block.rows[1] > batch_rows or block.columns[1] > self.columns:
-                raise ValueError(
-                    f"{block} lies outside of the global batch of {batch_rows} rows "
-                    f"and {self.columns} columns"
-                )
             slots = order(layout, ring_size, self.columns, block.columns)
             self._index[block.columns] = slots.astype(np.int32)
         sequence = row_order.sequence(plan.rows)

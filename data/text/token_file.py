@@ -276,34 +276,22 @@ class TokenFileWriter(PackedWriter):
         loss_mask: bool (n,), True for each token with a loss.
 
         Raises:
-          ValueError: the split is unknown, the tokens are empty, or ids that the
-            vocabulary has not; a mask is missing, of another shape, or not asked for;
-            an array is of another type.
+          ValueError: the tokens are empty, or ids that the vocabulary has not; a mask
+            is missing, of another shape, or not asked for; an array is of another type.
         """
-        if split not in SPLITS:
-            raise ValueError(f"{split=} must be one of {', '.join(SPLITS)}")
-        tokens = np.asarray(tokens)
-        masked = None if loss_mask is None else loss_mask.shape
-        if masked != (tokens.shape if self._has_loss_mask else None):
+        tokens, mask, ids = np.asarray(tokens), loss_mask, (0, 0)
+        is_whole = np.issubdtype(tokens.dtype, np.integer) and tokens.ndim == 1
+        if is_whole and tokens.size:
+            ids = int(tokens.min()), int(tokens.max())
+        found = None if mask is None else (mask.shape, mask.dtype)
+        wanted = (tokens.shape, np.dtype(bool)) if self._has_loss_mask else None
+        size = self.tokenizer.vocab_size
+        is_known = is_whole and tokens.size and 0 <= ids[0] <= ids[1] < size
+        if not is_known or found != wanted:
             raise ValueError(
-                f"a document of {tokens.shape} tokens came with a loss mask of "
-                f"{masked}, and has_loss_mask={self._has_loss_mask}"
-            )
-        vocab_size = self.tokenizer.vocab_size
-        if tokens.ndim != 1 or tokens.size == 0:
-            raise ValueError(f"a document must be (n,) with n > 0, got {tokens.shape=}")
-        is_mask = loss_mask is None or loss_mask.dtype == bool
-        if not np.issubdtype(tokens.dtype, np.integer) or not is_mask:
-            raise ValueError(
-                f"a document must have whole numbers and its loss mask True and False, "
-                f"got {tokens.dtype=}"
-                + ("" if loss_mask is None else f" and {loss_mask.dtype=}")
-            )
-        smallest, largest = int(tokens.min()), int(tokens.max())
-        if smallest < 0 or largest >= vocab_size:
-            raise ValueError(
-                f"document {self.counts[split].documents} of {split} has ids from "
-                f"{smallest} to {largest}, outside the tokenizer's {vocab_size=}"
+                f"document {self.counts[split].documents} of {split} must be (n,) "
+                f"whole numbers, n > 0, below {size}, with a loss mask {wanted}; got "
+                f"{tokens.dtype} of {tokens.shape}, {ids[0]} to {ids[1]}, and {found}"
             )
         counts = self.counts[split]
         start = np.uint64(counts.tokens).astype("<u8")
@@ -314,7 +302,7 @@ class TokenFileWriter(PackedWriter):
             self.supervised[split] += int(loss_mask.sum())
         counts.tokens += tokens.size
         counts.documents += 1
-        counts.largest_token = max(counts.largest_token, largest)
+        counts.largest_token = max(counts.largest_token, ids[1])
 
     def _finish(self) -> dict[str, Any]:
         if self.counts["train"].documents == 0:

@@ -224,13 +224,13 @@ def test_corpora_without_rows_are_refused(tmp_path):
         assert plan(corpus, length).rows == rows
         with pytest.raises(ValueError, match="length=0 must be at least 1"):
             plan(corpus, 0)
-    match = "row of 16 tokens .* 16 tokens of split 'train"
+    match = f"split 'train' of {corpus.directory}, of 16 tokens .* no row of 16 tokens"
     with pytest.raises(ValueError, match=match):
         PackedRows(corpus, 16)
     with pytest.raises(ValueError, match="document 1 of split 'train' .* has 9 tokens"):
         WholeRows(corpus, 8)
     (tmp_path / "ones").mkdir()
-    with pytest.raises(ValueError, match="no document of two tokens"):
+    with pytest.raises(ValueError, match="documents of up to 1, has no row of 4"):
         DocumentRows(make_corpus(tmp_path / "ones", [1, 1, 1]), 4)
 
 
@@ -241,18 +241,10 @@ def test_bad_batches_are_refused(corpus):
         make_batches(plan, rows=plan.rows + 1, row_order=InOrder())
     with pytest.raises(ValueError, match=f"=0{few}.*at least 1"):
         make_batches(plan, rows=0, blocks=[])
-    for block in (Block((0, 4), (0, 24)), Block((0, 3), (20, 25))):
-        with pytest.raises(ValueError, match="outside of the global batch of 3 rows"):
-            make_batches(plan, blocks=[block])
     with pytest.raises(ValueError, match="Seed"):
         make_batches(plan, row_order=Shuffled(-1))
     with pytest.raises(IndexError, match="step=-1"):
         make_batches(plan)[-1]
-    for wrong in (-1, 2), (2, 2), (3, 2):
-        with pytest.raises(ValueError, match=r"block rows=.* larger stop"):
-            Block(wrong, (0, 1))
-        with pytest.raises(ValueError, match=r"block columns="):
-            Block((0, 1), wrong)
     batches = make_batches(plan, row_order=InOrder())
     for first in (-1, len(batches)):
         with pytest.raises(ValueError, match=f"first_step={first} must be one of"):
