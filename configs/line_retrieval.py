@@ -7,9 +7,9 @@ Command, the corpora first:
   python train.py --config=configs/line_retrieval.py:32
   python train.py --config=configs/line_retrieval.py:160
 The second stage starts with the parameters of the first, which alone is the baseline of
-a short context. Both are evaluated on the same records with
-  python -m tools.evaluate line-retrieval --config=configs/line_retrieval.py:160 \\
-    --form letters --lengths 32,64,96,128,160 --compare runs/line_retrieval/32
+a short context. Both are evaluated on the same records, the first with :32, with
+  python -m tools.evaluate ruler --config=configs/line_retrieval.py:160 --tasks lines \\
+    --form letters --lengths 32,64,96,128,160 --samples 100 --output lines_160
 Without a stage (python train.py --config=configs/line_retrieval.py) it is the first.
 Hardware: none: 8 simulated CPU devices, fsdp 2 x ring 4, striped.
 Expected: the held-out loss stays near 0.3 nats for 300 steps, and is below 0.02 after

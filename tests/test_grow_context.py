@@ -128,19 +128,15 @@ def test_the_longer_stage_finds_lines_and_the_shorter_one_only_in_its_context(tm
         if tokens > min(LINES):
             flags.append(f"--config.init_from={tmp_path / str(min(LINES))}")
         program("train.py", *flags)
-    program(
-        *("-m", "tools.evaluate", "line-retrieval", *flags, "--form", "letters"),
-        *("--lengths", ",".join(map(str, LINES)), "--depths", 5, "--samples", 20),
-        *("--compare", tmp_path / str(min(LINES)), "--output", tmp_path / "lines"),
-    )
-    rows = json.loads((tmp_path / "lines.json").read_text())
-    short, long = LINES
-
-    def accuracy(stage: int, length: int) -> float:
-        mine = str(tmp_path / str(stage)), length
-        cells = [row for row in rows if (row["run"], row["length"]) == mine]
-        assert len(cells) == 5 and {row["samples"] for row in cells} == {20}
-        return sum(row["generated"] for row in cells) / len(cells)
-
-    assert accuracy(long, long) > 0.95 and accuracy(long, short) > 0.95
-    assert accuracy(short, long) < accuracy(short, short) - 0.3
+    found = {}
+    for stage in LINES:
+        flags[1] = f"--config.workdir={tmp_path / str(stage)}"
+        program(
+            *("-m", "tools.evaluate", "ruler", *flags, "--tasks", "lines"),
+            *("--form", "letters", "--lengths", ",".join(map(str, LINES))),
+            *("--samples", 100, "--output", tmp_path / f"found_{stage}"),
+        )
+        scores = json.loads((tmp_path / f"found_{stage}/scores.json").read_text())
+        found[stage] = [row["score"] for row in scores["rows"]]
+    (short, beyond), long = (found[stage] for stage in LINES)
+    assert min(long) > 95 and beyond < short - 30

@@ -1,11 +1,11 @@
 """Judges the newest checkpoint of a run; each subcommand answers --help.
 
-    python -m tools.evaluate line-retrieval --workdir=runs/line_retrieval/160 ...
+    python -m tools.evaluate loss --workdir=runs/tiny ...
 
-loss            loss and perplexity on a corpus, by the position of the tokens
-line-retrieval  whether a model uses its context: by length and depth
-ruler           RULER's thirteen tasks at any length, with their published prompts
-exorl           returns of an agent that learns in its context
+loss   loss and perplexity on a corpus, by the position of the tokens
+ruler  RULER's thirteen tasks at any length, with their published prompts, and lines of
+       LongEval: whether a model uses its context
+exorl  returns of an agent that learns in its context
 """
 
 import importlib
@@ -16,7 +16,6 @@ from tasks.command_line import Parser, as_program
 
 MODULES = {
     "loss": "tools.lib.evaluation.loss",
-    "line-retrieval": "tools.lib.evaluation.line_retrieval",
     "ruler": "tools.lib.evaluation.ruler",
     "exorl": "tools.lib.evaluation.exorl",
 }

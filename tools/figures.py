@@ -2,8 +2,6 @@
 
     python -m tools.figures work --output results
     python -m tools.figures rates results/cpu/ringattention.json --output rings.png
-    python -m tools.figures lines results/cpu/line_retrieval.json --output lines.png \\
-        --names "trained to 160 tokens" "trained to 32 tokens"
     python -m tools.figures returns results/cpu/exorl_*_{at,bc,dt}.json --output x.png
 
 work     counts the tiles that each device of a causal ring computes in each ring step,
@@ -12,7 +10,6 @@ rates    rows of bench_kernels and bench_ring as TFLOP/s of the visible pairs, r
          bench_train as tokens per second; several files if they were measured on the
          same kind of device
 losses   losses by position, of `evaluate loss`; several files, a curve for each
-lines    heat maps of `evaluate line-retrieval`, without --names by the runs' folders
 returns  returns of `evaluate exorl` by episode, and by the drawn episodes that were
          read before; a file for each agent and seed. Prints the numbers
 """
@@ -33,15 +30,12 @@ from tools.lib.files import write_json
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     pictures = parser.add_subparsers(required=True, dest="picture", metavar="PICTURE")
-    for name in ("work", "rates", "losses", "lines", "returns"):
+    for name in ("work", "rates", "losses", "returns"):
         picture = pictures.add_parser(name)
         output = "directory to write into" if name == "work" else "PNG to write"
         picture.add_argument("--output", required=True, type=Path, help=output)
         if name != "work":
             picture.add_argument("rows", nargs="+", type=Path, help="files of rows")
-        if name == "lines":
-            names = "of the runs, in order"
-            picture.add_argument("--names", nargs="+", default=[], help=names)
     return parser.parse_args(arguments)
 
 
@@ -67,8 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_picture(output, bars.bars(rows(bars.FIELDS)))
         case "losses":
             write_picture(output, curves.losses(rows(curves.LOSS_FIELDS)))
-        case "lines":
-            write_picture(output, grids.heat_maps(rows(grids.FIELDS), chosen.names))
         case "returns":
             tasks = curves.read_returns(chosen.rows)
             print(curves.table(tasks))

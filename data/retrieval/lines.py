@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data.text.tokenizer import Tokenizer, begun
-
 FOLDER = Path(__file__).parent
 """Has the adjectives and the nouns, 300 of each."""
 LETTERS = "bcdfghjklmnpqrst"
@@ -100,11 +98,6 @@ class Case:
     lines: int
     prompt: str
 
-    @property
-    def depth(self) -> float:
-        """Place of the line, from 0 for the first to 1 for the last."""
-        return self.place / max(self.lines - 1, 1)
-
 
 @dataclass(frozen=True, eq=False)
 class Record:
@@ -176,16 +169,16 @@ def record_of_length(
 
 def draw_case(
     form: LineForm,
-    tokenizer: Tokenizer,
     rng: np.random.Generator,
+    length: Callable[[Case], int],
     *,
     tokens: int,
     depth: float,
 ) -> Case:
     """Draws a case of a given length, whose line is at a given depth.
 
-    tokens: of prompt, cue and answer together, at most; one line more would be too
-      long.
+    length: of a case in tokens.
+    tokens: at most; one line more would be too long.
     depth: of the line, from 0 for the first to 1 for the last; the nearest is taken.
 
     Raises:
@@ -195,17 +188,7 @@ def draw_case(
     def case(record: Record) -> Case:
         return record.case(round(depth * (len(record.names) - 1)))
 
-    def length(record: Record) -> int:
-        return case_tokens(form, tokenizer, case(record))
-
-    return case(record_of_length(form, tokens, rng, length))
-
-
-def case_tokens(form: LineForm, tokenizer: Tokenizer, case: Case) -> int:
-    """Counts the tokens of prompt, cue and answer together, and what begins them."""
-    prompt = tokenizer.encode(case.prompt + form.cue.format(name=case.name))
-    answer = tokenizer.encode(form.answer.format(number=case.number))
-    return len(begun(tokenizer, prompt)) + len(answer)
+    return case(record_of_length(form, tokens, rng, lambda r: length(case(r))))
 
 
 def last_integer(output: str) -> int | None:

@@ -1,9 +1,8 @@
-"""RULER, line retrieval and losses by position, on models of known behaviour."""
+"""RULER, lines and losses by position, on models of known behaviour."""
 
 import json
-from argparse import Namespace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 
 from data.chat.chat_template import open_template
-from data.retrieval.lines import FORMS
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer, begun, open_tokenizer
-from models.sampling import Sampling
+from models.decode import NOTHING
 from tasks import run_config, text
-from tasks.generation import generator, restored_parameters
+from tasks.generation import restored_parameters
 from tasks.text import TextRun
 from tests.data.test_tokenizer import make_hugging_face
 from tests.hard_rows import token_losses
@@ -25,10 +23,8 @@ from tests.small.runs import small_config, small_flags
 from tests.tools.test_generate import save
 from tools import evaluate, figures
 from tools.lib.evaluation import loss
-from tools.lib.evaluation.line_retrieval import score_cells
-from tools.lib.retrieval.answers import Generated, forced
-from tools.lib.retrieval.cells import Cell, line_cells
-from tools.lib.retrieval.files import prediction_file, prompt_file, read_prompts
+from tools.lib.evaluation.ruler import Generated
+from tools.lib.retrieval.files import prediction_file
 from tools.lib.retrieval.prompts import Encoder, Prompt
 from training.mesh import MeshShape
 
@@ -65,9 +61,9 @@ def predictions(folder: Path) -> dict[str, str]:
 def read_answers(folder: Path) -> dict[str, str]:
     """Returns the answer of each text."""
     return {
-        prompt.input + prompt.answer_prefix: ", ".join(prompt.outputs)
+        prompt["input"] + prompt["answer_prefix"]: ", ".join(prompt["outputs"])
         for path in folder.glob("**/data/*/validation.jsonl")
-        for prompt in read_prompts(path)
+        for prompt in map(json.loads, path.read_text().splitlines())
     }
 
 
@@ -105,7 +101,9 @@ def test_right_answers_score_100_in_the_table_and_in_the_rows(
     assert set(asked) == read_answers(prompts).keys()
     shown = capsys.readouterr().out
     assert "average                100.0*       0.0\n" in shown
-    assert "average 50.0, weighted to long 33.3" in shown
+    assert (
+        "2 tasks (RULER's table has 13): average 50.0, weighted to long 33.3" in shown
+    )
     rows = json.loads((evaluated / "scores.json").read_text())["rows"]
     found = [(row["length"], row["score"], row["nulls"]) for row in rows]
     assert found == 2 * [(1000, 100, 0)] + 2 * [(1200, 0, 3)]
@@ -117,7 +115,7 @@ def test_right_answers_score_100_in_the_table_and_in_the_rows(
     first = json.loads(predictions(evaluated)["1000/pred/fwe.jsonl"].splitlines()[0])
     # What NVIDIA's eval/evaluate.py reads.
     assert {"input", "pred", "outputs", "others", "index"} <= first.keys()
-    assert (evaluated / "needles.png").read_bytes().startswith(b"\x89PNG")
+    assert (evaluated / "depths.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.quick
@@ -133,12 +131,10 @@ def test_an_evaluation_goes_on_where_it_was_killed(asked, ask, evaluated):
 
 
 @pytest.mark.quick
-def test_predictions_of_something_else_are_left_alone(
-    ask, prompts, evaluated, tmp_path, capsys
-):
+def test_predictions_of_something_else_are_left_alone(ask, evaluated, tmp_path, capsys):
     before = predictions(evaluated)
     capsys.readouterr()
-    assert ask(RULER, "--output", evaluated, "--prompts", prompts) == 1
+    assert ask(RULER, "--output", evaluated, "--form", "LRT") == 1
     assert "has predictions with files [], and these" in capsys.readouterr().err
     assert predictions(evaluated) == before
     assert ask(RULER, "--output", tmp_path) == 1
@@ -156,115 +152,39 @@ def test_the_prefix_begins_the_answer_of_a_base_model_and_of_a_chat():
     assert chat.count(draft) == len(chat(draft))
 
 
-def test_prompts_in_a_template_are_refused(ask, tmp_path, capsys):
-    """Special tokens in a text are text: a chat's model would read other tokens."""
-    path = prompt_file(tmp_path, 1000, "niah_single_1")
-    path.parent.mkdir(parents=True)
-    path.write_text('{"input": "<end>Where?<end>", "outputs": ["b"]}\n')
-    assert ask(RULER, "--output", tmp_path / "new", "--prompts", tmp_path) == 1
-    said = capsys.readouterr().err
-    assert "has <end> in a prompt, where it would be text" in said
-    assert said.count("\n") == 1 and not (tmp_path / "new").exists()
+def test_batches_are_filled_up_and_texts_end_where_nothing_follows():
+    def generate(_, prompts, *given):
+        assert prompts == ["a", "b", "a"] and given == (4, 0, [7])
+        yield from np.array([[*b"xyx"], [*b"2", NOTHING, *b"2"]])
 
-
-def cells(name, lengths, depths, samples, seed=1) -> list[Cell]:
-    sizes = {"lengths": lengths, "depths": depths, "samples": samples}
-    options = Namespace(**sizes, seed=seed, cases=None)
-    return line_cells(FORMS[name], Encoder(BYTES), options)
+    generator: Any = SimpleNamespace(rows=3, generate=generate)
+    texts = Generated(generator, None, BYTES, 4, [7])(["a", "b"])
+    assert texts == ["x2", "y"]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "mask",
-    [
-        "prefix(50)",  # longer than some prompts, which then are their own prefix
-        pytest.param("causal", marks=pytest.mark.slow),
-        pytest.param("window(9)", marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_generated_is_what_is_likeliest_when_shown(workdir, mask):
-    """On any model: its own answers are all right, and none that differs in a token."""
-    config = small_config("", workdir, mask=mask, **WHOLE)
-    run = TextRun.of(config, jax.devices())  # fsdp 2 x ring 4
-    parameters, _ = restored_parameters(run)
-    # ASCII: tokens differ in their text.
-    greedy = Sampling(temperature=0, allowed_tokens=128)
-    drawn = generator(run, greedy, rows=4, cache_tokens=80)
-    forcing = partial(forced(run, drawn, 128), parameters)
-    short, long = cells("compact", (40, 75), 1, 5)
-    # A batch has both lengths, so that there is one to compile for.
-    pairs = zip(short.prompts, long.prompts, strict=True)
-    asked = [Encoder(BYTES)(prompt) for pair in pairs for prompt in pair]
-    texts = Generated(drawn, parameters, BYTES, 4, [])(asked)
-    assert len(texts) == 10 and len(set(texts)) > 1
-    answers = [BYTES.encode(text) for text in texts]
-    assert forcing(asked, answers) == [True] * 10
-    for place in range(4):
-        wrong = [answer.copy() for answer in answers]
-        for answer in wrong:
-            answer[place] ^= 1
-        assert forcing(asked, wrong) == [False] * 10
-    mixed = answers[:7] + wrong[7:]
-    assert forcing(asked, mixed) == [True] * 7 + [False] * 3
+def test_lines_have_scores_and_a_map_by_depth(ask, tmp_path, monkeypatch):
+    """Answers are right but at the last depth; a text goes on behind the line's end."""
+    lines = "ruler --tasks lines --form compact --lengths 62,64 --samples 7"
+    assert ask(lines, "--save-prompts", tmp_path / "prompts") == 0
+    known = read_answers(tmp_path / "prompts")
+    last = [number for number in range(7) if number % 5 == 4]
 
+    def look_up(_, given):
+        texts = [known[BYTES.decode(prompt)] + "line 5: 123" for prompt in given]
+        return ["99" if n in last else text for n, text in enumerate(texts)]
 
-@pytest.mark.thorough
-def test_program_writes_rows_and_a_picture_of_each_run(ask, workdir, tmp_path):
-    output = tmp_path / "lines"
-    (tmp_path / "beside").symlink_to(workdir)
-    runs = [str(workdir), str(tmp_path / "beside")]
-    options = "--lengths 62,64 --depths 2 --samples 2 --output".split()
-    options = [*options, output, "--compare", runs[1]]
-    assert ask("line-retrieval --form compact", *options) == 0
-    rows = json.loads(output.with_suffix(".json").read_text())
-    places = [(length, depth) for length in (62, 64) for depth in (0, 1)]
-    assert [(row["run"], row["length"], row["depth"]) for row in rows] == [
-        (run, *place) for run in runs for place in places
+    monkeypatch.setattr(Generated, "__call__", look_up)
+    assert ask(lines, "--rows", "8", "--output", tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "scores.json").read_text())["rows"]
+    depths = [[depth, 100.0 * (depth < 1)] for depth in (0, 0.25, 0.5, 0.75, 1)]
+    assert [(row["length"], row["by_depth"]) for row in rows] == [
+        (62, depths),
+        (64, depths),
     ]
-    for row in rows:
-        assert (row["step"], row["samples"]) == (7, 2)
-        assert row["generated"] == row["teacher_forced"]
-        assert row["length"] - 5 < row["tokens"] <= row["length"]
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-TOKENS = {"compact": (100, 200), "letters": (60, 150)}
-TOKENS |= dict.fromkeys(["LRT", "LRT-NL"], (800, 1200))
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_each_cell_gets_the_scores_of_its_own_cases(name):
-    """All are right but for one text of the first depth, and one answer of the last."""
-    given, calls = cells(name, TOKENS[name], 3, 4), []
-    assert all(c.cache_tokens == max(p.length for p in c.prompts) for c in given)
-    known = {p.input + p.answer_prefix: p.outputs[0] for c in given for p in c.prompts}
-
-    def generate(prompts):
-        calls.append(len(prompts))
-        texts = [known[BYTES.decode(prompt)] + "line 5: 123" for prompt in prompts]
-        return [*texts[:3], "987654", *texts[4:]]
-
-    def force(prompts, answers):
-        pairs = zip(prompts, answers, strict=True)
-        right = [known[BYTES.decode(p)] == BYTES.decode(answer) for p, answer in pairs]
-        return [*right[:-1], False]
-
-    rows = score_cells(given, Encoder(BYTES), generate, force)
-    assert [(row["length"], row["depth"]) for row in rows] == [
-        (length, depth) for length in TOKENS[name] for depth in (0, 0.5, 1)
-    ]
-    assert [row["generated"] for row in rows] == 2 * [0.75, 1, 1]
-    assert [row["teacher_forced"] for row in rows] == 2 * [1, 1, 0.75]
-    assert calls == [12, 12]  # cells of one length go together
-    if name == "compact":
-        assert rows[0]["samples"] == 4 and 95 < rows[0]["tokens"] <= 100
-        assert rows[0]["lines"] == pytest.approx(100 / 5, abs=2)
-
-
-def test_cases_of_a_cell_differ_and_one_depth_is_in_the_middle():
-    (cell,) = cells("compact", (120,), 1, 4)
-    assert cell.depth == 0.5 and len({prompt.input for prompt in cell.prompts}) == 4
-    assert cells("compact", (120,), 1, 4, seed=2)[0].prompts != cell.prompts
+    assert [row["score"] for row in rows] == 2 * [85.71]
+    # Room for texts that are longer than the right answer.
+    assert all(row["cache_bytes"] >= 80 // 4 * (2 * 2 * 2 * 8 * 4) for row in rows)
 
 
 # Losses by position: those written out, on any mesh.

@@ -1,7 +1,6 @@
 """The numbers behind pictures and the papers' tables, and what is refused."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import matplotlib.image
@@ -23,7 +22,6 @@ COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
     [
         ["work"],
         ["rates", COMMITTED / "ringattention.json"],
-        ["lines", COMMITTED / "line_retrieval.json", "--names", "long", "short"],
         ["returns", *sorted(COMMITTED.glob("icrl_dark_room_9x9_dpt*.json"))],
     ],
     ids=lambda arguments: " ".join(Path(name).stem for name in arguments[:2]),
@@ -35,6 +33,17 @@ def test_committed_rows_are_drawn(arguments, tmp_path, capsys):
     assert matplotlib.image.imread(picture).shape[1] > 800
     assert capsys.readouterr().out.endswith(f"written to {output}\n")
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_shares_stand_at_their_length_and_depth():
+    cells = {(128, 0.0): 100.0, (128, 1.0): 95.0, (512, 0.0): 50.0}
+    figure = heat_maps({"a": cells, "b": {(64, 0.5): 25.0}})
+    left, right = figure.axes
+    found = {t.get_position(): t.get_text() for t in left.texts}
+    assert found == {(0, 0): "100", (0, 1): "95", (1, 0): "50"}
+    assert [t.get_text() for t in left.get_xticklabels()] == ["128", "512"]
+    assert [t.get_text() for t in left.get_yticklabels()] == ["0%", "100%"]
+    assert (right.get_title(), right.texts[0].get_text()) == ("b", "25")
 
 
 def test_causal_ring_of_4_computes_the_tiles_that_can_be_counted_by_hand():
@@ -51,25 +60,11 @@ def test_causal_ring_of_4_computes_the_tiles_that_can_be_counted_by_hand():
 FAST = json.loads((COMMITTED / "ringattention.json").read_text())[0]
 
 
-def cells(run: str, shares: dict) -> list[dict]:
-    return [
-        {"run": run, "length": length, "depth": depth, "generated": share}
-        for (length, depth), share in shares.items()
-    ]
-
-
-LONG = cells("long", {(128, 0.0): 1.0, (128, 1.0): 0.95, (512, 0.0): 0.5})
-SHORT = cells("short", {(128, 0.0): 0.25, (512, 1.0): 0.0})
-
-
 @pytest.mark.parametrize(
     ("picture_of", "rows", "said"),
     [
         (bars, [FAST, FAST | {"device_kind": "TPU v4"}], "TPU v4.* not comparable"),
         (bars, [FAST, FAST | {"tflops": -1.0}], "value of row 1 must be .*got -1.0"),
-        (partial(heat_maps, names=["one"]), LONG + SHORT, "1 names for 2 runs .long, "),
-        (heat_maps, LONG + LONG[:1], "long, 128 tokens, depth 0%: .* is there twice"),
-        (heat_maps, cells("a", {(128, 0.5): 1.5}), "a, 128 tok.* 50%: .*more than all"),
     ],
 )
 def test_rows_that_make_no_picture_are_refused(picture_of, rows, said):

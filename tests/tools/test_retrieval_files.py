@@ -1,8 +1,7 @@
-"""Files of prompts and cases; scores as the published scripts'; corpora of lines."""
+"""Scores as the published scripts'; corpora of lines."""
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,8 @@ from data.rows import WholeRows
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer
 from tests.cases import pairs
-from tools.lib.retrieval.cells import line_cells
 from tools.lib.retrieval.corpus import LineDocuments, write_corpus
-from tools.lib.retrieval.files import read_cases, read_prompts
-from tools.lib.retrieval.prompts import Encoder
 from tools.lib.retrieval.scores import (
-    heat_rows,
-    line_table,
     match_all,
     match_line,
     match_part,
@@ -30,60 +24,6 @@ from tools.lib.retrieval.scores import (
 )
 
 BYTES = ByteTokenizer()
-
-PUBLISHED = Path(__file__).parents[1] / "fixtures" / "line_retrieval.jsonl"
-"""Made by hand, in the fields and words of the published files."""
-GOOD = {"random_idx": ["qx", 1], "expected_number": 47, "num_lines": 2}
-GOOD |= {"correct_line": "qx47\n", "prompt": "bb11\nqx47\n\n"}
-
-
-@pytest.mark.parametrize(
-    ("row", "name", "depth", "cue", "answer"),
-    [
-        (0, "LRT-NL", 0.5, "Line <torpid-kid>: <REGISTER_CONTENT> is", " <24169>\n"),
-        (1, "LRT", 1.0, "Line <2>: <REGISTER_CONTENT> is", " <31415>\n"),
-    ],
-)
-def test_published_cases_are_asked_in_the_base_form(
-    row, name, depth, cue, answer, tmp_path
-):
-    form, path = FORMS[name], tmp_path / "cases.jsonl"
-    path.write_text(PUBLISHED.read_text().splitlines()[row])
-    (cell,) = line_cells(form, Encoder(BYTES), Namespace(cases=path))
-    (prompt,), (case,) = cell.prompts, read_cases(path, form)
-    # The prompt is what is drawn for the same lines.
-    assert prompt.input == case.prompt and case.prompt.startswith(form.header)
-    assert (prompt.answer_prefix, prompt.outputs) == (cue, (answer,))
-    whole = prompt.input + cue + answer
-    assert cell.length == prompt.length == cell.cache_tokens == len(whole)
-    assert (cell.depth, cell.lines) == (depth, case.lines)
-
-
-LONG = [
-    ("case " + "[" * 100_000, "lie too deep in each other"),
-    ("case " + json.dumps({"random_idx": [1] * 10**5}), "a name and a place, got [1"),
-]
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [*pairs("retrieval_rows.txt"), *LONG],
-    ids=lambda value: value[:50],
-)
-def test_a_bad_row_is_named_with_its_reason(tmp_path, row, reason):
-    kind, _, change = row.partition(" ")
-    good = GOOD if kind == "case" else {"input": "a", "outputs": ["b"]}
-    if kind == "case" and change.startswith('{"'):
-        fields = GOOD | json.loads(change)
-        change = json.dumps({k: v for k, v in fields.items() if v is not None})
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f"{json.dumps(good)}\n\n{change}")
-    with pytest.raises(ValueError) as error:
-        read_cases(path, FORMS["compact"]) if kind == "case" else [*read_prompts(path)]
-    message = str(error.value)
-    assert message.startswith(f"{path}:3 must be a {kind}: ") and reason in message
-    assert message.isprintable() and len(message) < 500
-
 
 CASES = [pair for pair in pairs("retrieval_scores.txt") if pair[0][0] == "["]
 
@@ -131,22 +71,20 @@ def test_the_last_integer_of_a_line_counts(text, answer, right):
     assert match_line(text, [answer]) == right
 
 
-def test_cells_of_needles_are_by_depth():
+def test_needles_are_by_tenths_of_the_prompt_and_lines_by_their_depths():
     def row(depth, text):
         return {"pred": text, "outputs": ["7"], "others": {"depth": depth}}
 
     rows = [row(0.0, "7"), row(0.05, "8"), row(1.0, "7")]
     found = task_row("niah_single_1", 64, match_all, rows)
     assert found["score"] == 66.67
-    shares = [(r["depth"], r["generated"]) for r in heat_rows([found])]
-    assert shares == [(0.05, 0.5), (0.95, 1.0)]
-
-
-def test_lines_are_averaged_by_their_samples():
-    first = {"length": 120, "lines": 20, "samples": 1, "generated": 1}
-    second = first | {"samples": 3, "generated": 0}
-    rows = [row | {"teacher_forced": 0.5} for row in (first, second)]
-    assert re.findall(r"[\d.]+%", line_table(rows)) == ["25.0%", "50.0%"]
+    assert found["by_depth"] == [[0.05, 50], [0.95, 100]]
+    assert task_row("lines", 64, match_line, rows)["by_depth"] == [
+        [0.0, 100],
+        [0.05, 0],
+        [1.0, 100],
+    ]
+    assert "by_depth" not in task_row("vt", 64, match_all, rows)
 
 
 # Documents that teach retrieval: whole, answered rightly, with the right mask.

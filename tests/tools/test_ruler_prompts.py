@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from data.chat.chat_template import open_template
-from data.text.tokenizer import open_tokenizer
+from data.retrieval.lines import FORMS
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests.small import chats
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.sources import (
@@ -25,6 +26,11 @@ from tools.lib.ruler.tasks import SEED, TASKS
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "ruler_prompts.json"
 LETTERS = Path(__file__).parents[2] / "results" / "ruler" / "names_tokenizer.json"
 PUBLISHED = json.loads(FIXTURE.read_text())
+RULERS = [name for name in TASKS if name != "lines"]
+
+
+LINES = {"compact": 100, "letters": 60}
+"""Tokens of records of few lines, but for LongEval's."""
 
 
 def count(draft: Prompt | str) -> int:
@@ -103,7 +109,7 @@ def test_prompts_equal_those_of_the_published_generator(row, sources):
     task = TASKS[row["task"]]
     room = Room(row["length"], task.tokens, count)
     drawn = task.make(SEED, sources).prompts(room, row["samples"])
-    found = json.dumps([*drawn]).encode()
+    found = json.dumps([prompt[:4] for prompt in drawn]).encode()
     assert hashlib.sha256(found).hexdigest() == row["sha256"]
 
 
@@ -131,7 +137,7 @@ def test_chats_have_the_tokens_of_the_published_template(row, chat, sources):
     assert hashlib.sha256(json.dumps(found).encode()).hexdigest() == row["sha256"]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", RULERS)
 def test_prompts_fit_and_hold_their_answers(task, sources):
     room = Room(2000, TASKS[task].tokens, count)
     for prompt in TASKS[task].make(7, sources).prompts(room, 3):
@@ -140,7 +146,7 @@ def test_prompts_fit_and_hold_their_answers(task, sources):
             assert all(answer in prompt.input for answer in prompt.outputs)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", RULERS)
 def test_a_length_that_nothing_fits_is_refused_with_one_that_does(task, sources):
     def first(length: int):
         room = Room(length, TASKS[task].tokens, count)
@@ -176,3 +182,28 @@ def test_any_text_is_a_haystack_that_says_so(tmp_path):
     assert found == ["A b c.", '"D e!"', "F g?", "H."]
     again = essays.sentences(len(essays.words) + 3)
     assert " ".join(again) == 'A b c. "D e!" F g? H. A b c.'
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_lines_are_asked_for_at_five_depths_within_their_length(name):
+    """As in the base form of LongEval; lengths count the right answer."""
+    task, tokens = TASKS["lines"], LINES.get(name, 1200)
+    room = Room(tokens + task.beyond, task.tokens, Encoder(ByteTokenizer()).count)
+    drawn = [*task.make(SEED, Sources(form=name)).prompts(room, 10)]
+    assert drawn == [*task.make(7, Sources(form=name)).prompts(room, 10)]
+    assert [prompt.depth for prompt in drawn] == [0, 0.25, 0.5, 0.75, 1] * 2
+    assert len({prompt.input for prompt in drawn}) == 10
+    for prompt in drawn:
+        (answer,) = prompt.outputs
+        whole = prompt.input + prompt.answer_prefix + answer
+        assert tokens - 150 < prompt.length == len(whole) <= tokens
+        last = re.findall(r"[\w-]+", prompt.answer_prefix.partition(">")[0])[-1]
+        number = int(re.findall(r"\d+", answer)[-1])
+        record = prompt.input.removeprefix(FORMS[name].header)
+        line = FORMS[name].line.format(name=last, number=number)
+        lines = record.splitlines(keepends=True)
+        size = lines.index("\n")
+        assert lines.index(line) == round(prompt.depth * (size - 1))
+    if name.startswith("LRT"):
+        assert prompt.answer_prefix == f"Line <{last}>: <REGISTER_CONTENT> is"
+        assert answer == f" <{number}>\n"

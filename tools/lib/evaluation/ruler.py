@@ -3,47 +3,112 @@
     python -m tools.evaluate ruler --workdir=RUN --lengths 4096,8192 --output FOLDER
     python -m tools.evaluate ruler --workdir=RUN --chat llama3 --haystack essays.txt \\
         --squad dev-v2.0.json --hotpotqa hotpot_dev_distractor_v1.json --output FOLDER
+    python -m tools.evaluate ruler --workdir=RUN --tasks lines --form compact ...
 
 A length counts a prompt and what is generated after it, in the model's own tokens.
 Without --tasks they are those whose files are given: six need none. Prompts go through
 the ring and answers are the likeliest tokens. Predictions are written as they come;
 the same command goes on where it was stopped. FOLDER gets RULER's own files of them
-(tools/lib/retrieval/files.py), scores.json, and heat maps of the needles.
+(tools/lib/retrieval/files.py), scores.json, and heat maps by depth. The task `lines` is
+LongEval's line retrieval, whose lengths count the right answer.
 
---save-prompts FOLDER only writes the prompts; --prompts FOLDER reads them, or those of
-NVIDIA's scripts.
+--save-prompts FOLDER only writes the prompts, for NVIDIA's scripts.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
-from itertools import groupby, islice
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 from tqdm import tqdm
 
-from models.decode import Generator
+from data.retrieval.lines import FORMS
+from data.text.tokenizer import Tokenizer
+from models.decode import NOTHING, Generator
 from models.sampling import Sampling
-from tasks.command_line import as_program, at_least
+from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import generator, restored_parameters
 from tasks.text import TextRun
 from tools.generate import CHAT, find_template, find_tokenizer, text_config
 from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
 from tools.lib.retrieval import files
-from tools.lib.retrieval.answers import Generated
-from tools.lib.retrieval.cells import Cell, draw_cells, parser_of, read_cells
-from tools.lib.retrieval.prompts import Encoder
-from tools.lib.retrieval.scores import heat_rows, summary, table, task_row
+from tools.lib.retrieval.prompts import Encoder, Prompt, Room
+from tools.lib.retrieval.scores import summary, table, task_row
 from tools.lib.ruler.sources import Sources
 from tools.lib.ruler.tasks import SEED, TASKS
 
 LENGTHS = "4096,8192,16384,32768,65536,131072"
 RUN = "run.json"
 """Says what predictions of a folder are of."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Prompts of a task at a length, that come one after the other.
+
+    cache_tokens: that the longest of them takes with its answer.
+    """
+
+    task: str
+    length: int
+    prompts: Iterable[Prompt]
+    cache_tokens: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """From prompts, int (n,) each, to the texts that the model goes on with.
+
+    max_tokens: of a text. stop_tokens: after one of them it has ended.
+    """
+
+    generator: Generator
+    parameters: Any
+    tokenizer: Tokenizer
+    max_tokens: int
+    stop_tokens: Sequence[int]
+
+    def __call__(self, prompts: Sequence[np.ndarray]) -> list[str]:
+        """Goes on with as many prompts as the generator has rows, or fewer."""
+        rows = [*prompts, *prompts[:1] * (self.generator.rows - len(prompts))]
+        given = self.parameters, rows, self.max_tokens, 0, self.stop_tokens
+        tokens = np.stack(list(self.generator.generate(*given)), axis=1)
+        texts = [self.tokenizer.decode(row[row != NOTHING]) for row in tokens]
+        return texts[: len(prompts)]
+
+
+def draw_cells(
+    encoder: Encoder, sources: Sources, options: argparse.Namespace
+) -> list[Cell]:
+    """Returns the cells; finds out how much haystack goes into each.
+
+    Raises:
+      ValueError, FileNotFoundError: a file is missing or wrong, or a length too short.
+    """
+
+    def cell(name: str, length: int) -> Cell:
+        task = TASKS[name]
+        if not task.has_its_file(sources):
+            raise ValueError(f"{name} needs more than its name: give --{task.needs}")
+        room = Room(length + task.beyond, task.tokens, encoder.count)
+        try:
+            drawn = task.make(SEED, sources).prompts(room, options.samples)
+            prompts = chain([next(drawn)], drawn)  # what does not fit fails here
+        except ValueError as error:
+            raise ValueError(f"{name} at {length} tokens: {error}") from error
+        return Cell(name, length, prompts, room.length + encoder.begins)
+
+    names = options.tasks or [
+        n for n, task in TASKS.items() if task.has_its_file(sources)
+    ]
+    return [cell(name, length) for length in options.lengths for name in names]
 
 
 def check_folder(folder: Path, found: dict[str, Any]) -> None:
@@ -108,10 +173,7 @@ def evaluate(
     tokenizer = find_tokenizer(config, options.tokenizer)
     template = find_template(config, options.chat, tokenizer)
     encoder, sources = Encoder(tokenizer, template), Sources.of(options)
-    if options.prompts:
-        cells = read_cells(encoder, options)
-    else:
-        cells = draw_cells(encoder, sources, options)
+    cells = draw_cells(encoder, sources, options)
     if options.save_prompts:
         for cell in cells:
             path = files.prompt_file(options.save_prompts, cell.length, cell.task)
@@ -129,7 +191,7 @@ def evaluate(
     parameters, step = restored_parameters(run)
     about = {"run": config.workdir, "seed": SEED, "chat": options.chat}
     about |= {"tokenizer": options.tokenizer, **sources.labels, "step": step}
-    given = options.prompts, options.squad, options.hotpotqa
+    given = options.squad, options.hotpotqa, options.form
     about["files"] = [str(file) for file in given if file]
     check_folder(options.output, about)
     stops = [*tokenizer.stop_tokens, *([template.end] if template else [])]
@@ -155,20 +217,29 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
+def _numbers(text: str) -> list[int]:
+    """Reads numbers with commas between them, into their order."""
+    return sorted({at_least(1)(number) for number in text.split(",")})
+
+
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = parser_of("ruler", __doc__, lengths=LENGTHS, samples=500)
-    add = parser.add_argument
-    add("--tasks", type=_names, help="of the thirteen (default: all with files)")
+    prog = "python -m tools.evaluate ruler"
+    parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog=prog)
+    add, default = parser.add_argument, "(default: %(default)s)"
+    add("--lengths", type=_numbers, default=LENGTHS, help=f"in tokens {default}")
+    add("--samples", type=at_least(1), default=500, help=f"at each length {default}")
+    add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")
+    add("--tasks", type=_names, help="with commas (default: all with files)")
     add("--haystack", type=Path, help="text or RULER's json, for five tasks of needles")
     add("--squad", type=Path, help="for qa_1: SQuAD's dev-v2.0.json")
     add("--hotpotqa", type=Path, help="for qa_2: hotpot_dev_distractor_v1.json")
     add("--english-words", type=Path, help="RULER's json, for cwe above 128 Ki or so")
+    add("--form", choices=FORMS, help="how records are written, for lines")
     add("--chat", **CHAT, help="of a chat model; a template, or the corpus's, or own")
     add("--rows", type=at_least(1), help="at a time (default: one for each data shard)")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--output", type=Path, help="folder of predictions and scores")
     where.add_argument("--save-prompts", type=Path, help="folder to write prompts to")
-    add("--prompts", type=Path, help="folder to read prompts from")
     return parser.parse_known_args(arguments)
 
 
@@ -186,10 +257,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [make_row(row, environment) for row in results]
     scores = {**about, **summary(results), "rows": rows}
     write_json(options.output / "scores.json", scores)
-    if found := heat_rows(results):
+    maps = {
+        row["task"]: {
+            (other["length"], depth): share
+            for other in results
+            if other["task"] == row["task"]
+            for depth, share in other["by_depth"]
+        }
+        for row in results
+        if "by_depth" in row
+    }
+    if maps:
         from tools.lib.figures.grids import heat_maps
         from tools.lib.figures.style import write_picture
 
-        title = "Needles that are found, in %"
-        picture = heat_maps(found, title=title, depth="depth")
-        write_picture(options.output / "needles.png", picture)
+        write_picture(options.output / "depths.png", heat_maps(maps))

@@ -1,7 +1,6 @@
 """Grids of shaded cells: shares by length and depth, tiles by device and ring step."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,8 @@ from matplotlib.figure import Figure
 from kernels.backends.block_sizes import BlockSizes
 from kernels.masks import causal
 from tools.lib.benchmarks.rings import LAYOUTS
-from tools.lib.benchmarks.rows import check_numbers
 from tools.lib.benchmarks.work import balanced_tiles, critical_path, tiles_per_step
 from tools.lib.figures.style import INK, style
-
-FIELDS = "run", "length", "depth", "generated"
-"""Required of every row of an evaluation."""
 
 SHARES = LinearSegmentedColormap.from_list(
     "shares", ["#b5483a", "#f0c987", "#e8efe2", "#7fb0d6", "#0d3f6e"]
@@ -30,59 +25,29 @@ TILE = 128
 """Query rows and key slots of a tile; causal counts are the same from 2 on."""
 
 
-def heat_maps(
-    rows: Sequence[dict[str, Any]],
-    names: Sequence[str] = (),
-    *,
-    title: str = "Line retrieval: answers that are right, in %",
-    depth: str = "depth of the line",
-) -> Figure:
-    """Draws the shares of right generated answers, a map for each run, four in a row.
+def heat_maps(tasks: Mapping[str, Mapping[tuple[int, float], float]]) -> Figure:
+    """Draws the percentage of right answers, a map for each task, four in a row.
 
-    names: of the runs, in the order of the rows; by default those of their folders, or
-      their paths where two folders have one name.
-
-    Raises:
-      ValueError: there are no rows, two of one cell, shares outside of [0, 1], or not
-        one name for each run.
+    tasks: of each the percentages, by length in tokens and by depth, from 0 to 1.
     """
-    runs: dict[str, dict[tuple[int, float], float]] = {}
-    check_numbers(rows, ["length", "depth", "generated"])
-    for row in rows:
-        mine, cell = runs.setdefault(row["run"], {}), (row["length"], row["depth"])
-        if cell in mine or row["generated"] > 1:
-            wrong = "is there twice" if cell in mine else "is more than all"
-            raise ValueError(
-                f"{row['run']}, {cell[0]} tokens, depth {cell[1]:.0%}: the share of "
-                f"right answers {wrong}; give one evaluation of each run"
-            )
-        mine[cell] = row["generated"]
-    folders = [Path(run).name for run in runs]
-    names = names or (folders if len(set(folders)) == len(runs) else list(runs))
-    if not runs or len(names) != len(runs):
-        raise ValueError(
-            f"{len(names)} names for {len(runs)} runs ({', '.join(runs) or 'no rows'}):"
-            " there must be a run, and a name for each"
-        )
-    across, down = min(len(runs), 4), -(-len(runs) // 4)
+    across, down = min(len(tasks), 4), -(-len(tasks) // 4)
     size = (4.9 * across + 0.6, 4.0 * down)
     figure = Figure(figsize=size, facecolor="white", layout="tight")
-    panels = figure.subplots(down, across, squeeze=False, sharey=True)
-    for axes in panels.flat[len(runs) :]:
+    panels = figure.subplots(down, across, squeeze=False)
+    for axes in panels.flat[len(tasks) :]:
         axes.remove()
-    for axes, name, mine in zip(panels.flat, names, runs.values(), strict=False):
-        lengths = sorted({length for length, _ in mine})
-        depths = sorted({depth for _, depth in mine})
+    for axes, (name, cells) in zip(panels.flat, tasks.items(), strict=False):
+        lengths, depths = (sorted(set(places)) for places in zip(*cells, strict=True))
         shares = np.full((len(depths), len(lengths)), np.nan)
-        for (length, at), share in mine.items():
-            shares[depths.index(at), lengths.index(length)] = 100 * share
+        for (length, depth), share in cells.items():
+            shares[depths.index(depth), lengths.index(length)] = share
         _draw(axes, shares, SHARES, 100)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         style(axes, title=name, x="tokens")
     for axes in panels[:, 0]:
-        axes.set_ylabel(depth, color=INK)
-    figure.suptitle(title, fontsize=13, color=INK)
+        axes.set_ylabel("depth of the first answer", color=INK)
+    figure.suptitle("Answers that are found, in %", fontsize=13, color=INK)
     return figure
 
 

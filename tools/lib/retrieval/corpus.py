@@ -52,7 +52,8 @@ class LineDocuments:
         """Tokens of a record of three lines, a question and the document's end."""
         record = lines.draw_record(self.form, 3, np.random.default_rng(0))
         longest = replace(record, numbers=np.full(3, self.form.numbers[1] - 1))
-        return lines.case_tokens(self.form, self.tokenizer, longest.case(0)) + 1
+        text = begun(self.tokenizer, self.tokenizer.encode(longest.text))
+        return len(text) + sum(map(len, self._question(longest, 0))) + 1
 
     def draw(self, rng: np.random.Generator) -> Document:
         """Draws the next document.

@@ -23,12 +23,14 @@ class Prompt(NamedTuple):
     """What is said to a model, how its answer begins, and what it should say then.
 
     length: tokens of it and of what is generated after it; 0: it was not fitted yet.
+    depth: where the answer stands, from 0 to 1; None: where the text has it.
     """
 
     input: str
     answer_prefix: str
     outputs: tuple[str, ...]
     length: int = 0
+    depth: float | None = None
 
 
 @dataclass(frozen=True)

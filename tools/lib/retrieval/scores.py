@@ -1,7 +1,8 @@
-"""Scores: answers found in texts, the rows and tables of them, and RULER's averages."""
+"""Scores: answers found in texts, rows and a table of them, and RULER's averages."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -52,49 +53,27 @@ def score(
 def task_row(
     task: str, length: int, match: Match, predictions: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the scores of a task of RULER at a length.
+    """Returns the scores of a task at a length.
 
-    nulls: empty predictions. by_depth: score by tenth of the prompt, None where there
-      is no sample; of needles only.
+    nulls: empty predictions. by_depth: pairs of a depth and its score, of needles by
+      tenths of the prompt, of lines by those that are asked for; not of other tasks.
     """
-    depths = [row["others"].get("depth") for row in predictions]
 
-    def share(some: Sequence[dict[str, Any]]) -> float | None:
-        texts, answers = [r["pred"] for r in some], [r["outputs"] for r in some]
-        return score(match, texts, answers) if some else None
+    def share(some: Sequence[dict[str, Any]]) -> float:
+        return score(match, [r["pred"] for r in some], [r["outputs"] for r in some])
 
     row = {"task": task, "length": length, "samples": len(predictions)}
     row["score"] = share(predictions)
     row["nulls"] = sum(not row["pred"].strip() for row in predictions)
-    if task.startswith("niah") and None not in depths:
-        bins: list[list[dict[str, Any]]] = [[] for _ in range(BINS)]
-        for prediction, depth in zip(predictions, depths, strict=True):
-            bins[min(int(depth * BINS), BINS - 1)].append(prediction)
-        row["by_depth"] = [share(some) for some in bins]
+    depths: dict[float, list[dict[str, Any]]] = {}
+    for prediction in predictions if task.startswith(("niah", "lines")) else ():
+        depth = prediction["others"]["depth"]
+        if task != "lines":
+            depth = (min(int(depth * BINS), BINS - 1) + 0.5) / BINS
+        depths.setdefault(depth, []).append(prediction)
+    if depths:
+        row["by_depth"] = [[depth, share(depths[depth])] for depth in sorted(depths)]
     return row
-
-
-def heat_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each task of needles, length and depth that has samples."""
-    return [
-        {"run": row["task"], "length": row["length"], "depth": (place + 0.5) / BINS}
-        | {"generated": found / 100}
-        for row in rows
-        for place, found in enumerate(row.get("by_depth", ()))
-        if found is not None
-    ]
-
-
-def by_length(
-    rows: Sequence[dict[str, Any]], key: str, weight: str = ""
-) -> dict[int, float]:
-    """Returns the mean of a field over the rows of each length, by a weight if any."""
-    means = {}
-    for length in sorted({row["length"] for row in rows}):
-        mine = [row for row in rows if row["length"] == length]
-        weights = [row[weight] if weight else 1 for row in mine]
-        means[length] = float(np.average([r[key] for r in mine], weights=weights))
-    return means
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -103,7 +82,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Weights are 1, 2, … towards long lengths, or the other way round. The effective
     length is the largest with a score above the threshold, None without one.
     """
-    means = by_length(rows, "score")
+    lengths = sorted({row["length"] for row in rows})
+    means = {n: fmean(r["score"] for r in rows if r["length"] == n) for n in lengths}
     scores, weights = [*means.values()], np.arange(1, len(means) + 1)
     return {
         "tasks": len({row["task"] for row in rows}),
@@ -117,50 +97,30 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _grid(lengths: Iterable[int], lines: Mapping[str, Iterable[str]]) -> list[str]:
-    """Returns lines of names, with a text at each length."""
-    head = {"tokens": [f"{length:,} " for length in lengths]}
-    return [
-        f"{name:<18}{''.join(f'{text:>11}' for text in texts)}".rstrip()
-        for name, texts in (head | {**lines}).items()
-    ]
-
-
-def line_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns lines and accuracies by length, as text."""
-    lines = by_length(rows, "lines")
-    texts = {"lines": [f"{count:.0f} " for count in lines.values()]}
-    for key in ("generated", "teacher_forced"):
-        shares = by_length(rows, key, weight="samples").values()
-        texts[key.replace("_", "-")] = [f"{share:.1%}" for share in shares]
-    return "\n".join(_grid(lines, texts))
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns RULER's tasks down, lengths across, and the summary, as text.
+    """Returns the tasks down, lengths across, and the summary, as text.
 
     A star is beside what is above RULER's threshold.
     """
     found = summary(rows)
-    means, tasks, effective = (
-        found[name] for name in ("by_length", "tasks", "effective_length")
-    )
-    texts = {row["task"]: ["- "] * len(means) for row in rows}
+    means, tasks = found["by_length"], found["tasks"]
+    texts = {"tokens": [f"{length:,} " for length in means]}
+    texts |= {row["task"]: ["- "] * len(means) for row in rows}
     for row in rows:
         texts[row["task"]][[*means].index(row["length"])] = f"{row['score']:.1f} "
-    stars = [" *"[mean > THRESHOLD] for mean in means.values()]
-    texts["average"] = [
-        f"{m:.1f}{s}" for m, s in zip(means.values(), stars, strict=True)
-    ]
-    of_all = f"of {tasks} of RULER's {PUBLISHED_TASKS} tasks:"
-    whose = "RULER's" if tasks == PUBLISHED_TASKS else of_all
-    lines = _grid(means, texts)
-    lines.append(
-        f"{whose} average {found['average']:.1f}, weighted to long "
-        f"{found['weighted_to_long']:.1f}, to short {found['weighted_to_short']:.1f}"
+    texts["average"] = [f"{m:.1f}{' *'[m > THRESHOLD]}" for m in means.values()]
+    effective = found["effective_length"]
+    return "\n".join(
+        [
+            *(
+                f"{name:<18}{''.join(f'{text:>11}' for text in row)}".rstrip()
+                for name, row in texts.items()
+            ),
+            f"{tasks} tasks (RULER's table has {PUBLISHED_TASKS}): average "
+            f"{found['average']:.1f}, weighted to long "
+            f"{found['weighted_to_long']:.1f}, to short "
+            f"{found['weighted_to_short']:.1f}",
+            f"effective length: {f'{effective:,} tokens' if effective else 'none'} "
+            f"(the longest above {THRESHOLD})",
+        ]
     )
-    lines.append(
-        f"effective length: {f'{effective:,} tokens' if effective else 'none'} "
-        f"(the longest above {THRESHOLD})"
-    )
-    return "\n".join(lines)

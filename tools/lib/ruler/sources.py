@@ -36,12 +36,14 @@ class Sources:
     """Files that some tasks need.
 
     haystack: text of essays. english_words: a longer list than wonderwords has.
+    form: how records of lines are written, a name of `FORMS`.
     """
 
     haystack: Path | None = None
     english_words: Path | None = None
     squad: Path | None = None
     hotpotqa: Path | None = None
+    form: str | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Self:

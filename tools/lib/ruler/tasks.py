@@ -1,18 +1,20 @@
-"""The thirteen tasks of RULER, by name."""
+"""The thirteen tasks of RULER, and LongEval's lines, by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.lib.retrieval.scores import Match, match_all, match_part
+from data.retrieval.lines import FORMS
+from tools.lib.retrieval.scores import Match, match_all, match_line, match_part
 from tools.lib.ruler.documents import Documents
 from tools.lib.ruler.frequencies import CommonWords, FrequentWords
+from tools.lib.ruler.lines import Lines
 from tools.lib.ruler.needles import NEEDLE, NOISE, Needles
 from tools.lib.ruler.sources import Sources, read_hotpotqa, read_squad
 from tools.lib.ruler.variables import Variables
 
 SEED = 42
 
-Recipe = Needles | Variables | CommonWords | FrequentWords | Documents
+Recipe = Needles | Variables | CommonWords | FrequentWords | Documents | Lines
 """What draws a task's prompts: of (room, count), `count` prompts as long as goes."""
 
 
@@ -23,12 +25,14 @@ class Task:
     tokens: to generate. make: its recipe, from the seed and the files.
     needs: field of `Sources` without which it cannot be made.
     match: share of the answers that a text has, from 0 to 1.
+    beyond: tokens to generate that its lengths do not count.
     """
 
     tokens: int
     make: Callable[[int, Sources], Recipe]
     needs: str = ""
     match: Match = match_all
+    beyond: int = 0
 
     def has_its_file(self, sources: Sources) -> bool:
         """Whether the file that it needs is there, if any."""
@@ -67,5 +71,9 @@ TASKS: dict[str, Task] = {
         lambda seed, sources: Documents(seed, *read_hotpotqa(sources.hotpotqa)),
         "hotpotqa",
         match_part,
+    ),
+    # Of RULER's table it is not one.
+    "lines": Task(
+        16, lambda _, sources: Lines(FORMS[sources.form]), "form", match_line, 16
     ),
 }
