@@ -7,7 +7,7 @@
 #        bash tools/in_context.sh 9x9 dpt,ad,at,dt,bc 0,1,2
 #        OUT=runs/small bash tools/in_context.sh 9x9 dpt 0 --config.train.steps=200
 #
-# WHERE is 10x10 or 9x9, rooms, or cartpole. OUT (runs/in_context/WHERE) gets a working
+# WHERE is a room, 10x10 or 9x9. OUT (runs/in_context/WHERE) gets a working
 # directory and AGENT_SEED.json for each agent and seed, and returns.png. Explorers of
 # rooms read episodes of drawn actions too, on a ring of 8: AGENT_SEED_read.json. FLAGs go
 # to training and evaluation, and are the same for all that is in OUT.
@@ -33,14 +33,6 @@ data() {
 }
 
 make_data() {
-    if [ "$WHERE" = cartpole ]; then
-        [ -e datasets/cartpole/worlds ] || "$PYTHON" -m tools.make_worlds \
-            --worlds 200 --episodes 12 --action-repeat 10 --output datasets
-        [ -e trajectories/cartpole/worlds/swingup ] || "$PYTHON" -m tools.pack_exorl \
-            --root datasets --domain cartpole --algorithm worlds --task swingup \
-            --action-repeat 10 --targets --cache trajectories
-        return
-    fi
     local kind=history
     [ "$1" = dpt ] && kind=exploration
     local made=trajectories/dark_room/$WHERE/$kind
@@ -56,8 +48,7 @@ case $WHERE in
 10x10) config=icrl_dark_room.py:10x10/ play=(100 10) read=(1 2 4 8 16) ;;
 9x9) config=icrl_dark_room.py:9x9/ play=(48 40) read=(4 16 64 250 1000)
     distil=(--window 20) ;;
-cartpole) config=icrl_cartpole.py: play=(40 6) read=() imitate=() explore=() ;;
-*) echo "error: $WHERE is none of 10x10, 9x9, cartpole" >&2 && exit 1 ;;
+*) echo "error: $WHERE is neither 10x10 nor 9x9" >&2 && exit 1 ;;
 esac
 
 # Let an agent act: FILE ROWS EPISODES [FLAG ...], if the file is not there.
@@ -89,7 +80,7 @@ for seed in "${seeds[@]}"; do
             continue
         fi
         act "$run.json" "${play[@]}" "${explore[@]}"
-        [ ${#read[@]} = 0 ] || act "${run}_read.json" "${play[0]}" 1 --contexts \
+        act "${run}_read.json" "${play[0]}" 1 --contexts \
             --random "${read[@]}" \
             --config.simulated_devices=8 --config.mesh.data=1 --config.mesh.ring=8
     done

@@ -1,277 +1,176 @@
-"""Makes data for in-context RL in ExoRL's format, with dm_control, in minutes.
+"""Makes exploratory episodes in ExoRL's format, with dm_control, in minutes.
 
-    python -m tools.make_exorl --domain cartpole --output DATA
-    python -m tools.make_exorl --domain walker --tasks stand run --episodes 500 \\
-        --cap 0.6 --output DATA
-    python -m tools.pack_exorl --root DATA --domain cartpole --algorithm es_replay \\
-        --task swingup --cache CACHE
+    python -m tools.make_exorl --domain walker --output DATA
+    python -m tools.pack_exorl --root DATA --domain walker --algorithm scripted \\
+        --task stand --cache CACHE
 
-What is written, DATA/DOMAIN/es_replay/, is not ExoRL: no exploration algorithm gathered
-it. A search for good policies, by an evolution strategy, keeps all that it tries. Most
-episodes are new ones of policies drawn evenly from the whole range of returns that it
-found, with some noise; the rest are noise alone. Rewards are the first
-task's; tools/pack_exorl.py computes the others'. The same seed makes the same files.
+What is written, DATA/DOMAIN/scripted/, is not ExoRL: no exploration algorithm gathered
+it. Actions are noise, of a colour and a strength drawn for each episode. Rewards are
+those of the domain's first task; tools/pack_exorl.py computes the others'. The same
+seed makes the same files.
 """
 
-import dataclasses
 import functools
-import math
+import json
+import os
+import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from data.agents import environments
 from data.agents.environments import Environment
-from data.agents.episodes import DOMAINS, Buffer, write_episode
-from data.agents.exorl import computed_rewards
-from tasks.command_line import as_program, at_least, share
-from tools.lib.exorl import policy_search, rollouts
-from tools.lib.exorl.policy_search import Family, Found, search, stratify
-from tools.lib.exorl.rollouts import EXPONENTS, Map, Noise, quantiles
+from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
+from data.files import NewDirectory
+from tasks.command_line import Parser, as_program, at_least
+from tools.lib.exorl.scores import quantiles
 
-ALGORITHM, PROGRAM = "es_replay", "tools/make_exorl.py"
-# The tasks of ExoRL's paper that there are environments for.
-TASKS = {
-    "cartpole": ("swingup",),
-    "cheetah": ("run",),
-    "jaco": tuple(environments.JACO_TARGETS),
-    "walker": ("stand", "walk", "run"),
-}
-# Episodes of a search, over all tasks.
-SEARCH_EPISODES = {"cartpole": 192, "cheetah": 1920, "jaco": 1920, "walker": 1920}
-# Of noise alone, and of noise that is added to a policy's actions.
-SCALES, ADDED_SCALES = (0.3, 1.0), (0.0, 0.05, 0.1, 0.2)
-# Episodes that standardise the observations of linear policies.
-SCOUTS = 4
-LEAST_STD = 1e-2
-# How often an episode above the cap is rolled out again, by another policy.
-ROUNDS = 20
+ALGORITHM = "scripted"
+EXPONENTS = 0.0, 1.0, 2.0
+"""Of noise, whose power falls with frequency: white, pink, red."""
+SCALES = 0.3, 1.0
+"""Standard deviations of noise."""
+MOST_STEPS = 1000
+"""No episode of ExoRL is longer."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A data set to make.
+    """A data set to make: equal ones make the same files.
 
-    tasks: whose policies are searched for; episodes are shared among them.
-    episodes: in the whole data set.
-    search_episodes: about how many the search may take, over all tasks.
-    noise_share: of the episodes are noise alone.
-    cap: no episode returns more than this share of the best that the search found;
-      None: there is no limit.
-    action_repeat: steps that every action is held for.
+    episodes: how many. seed: of all that is drawn.
+    action_repeat: steps that every action is held for; all are in the episode.
     """
 
     domain: str
-    tasks: tuple[str, ...]
     episodes: int
     seed: int
-    search_episodes: int
-    noise_share: float = 0.2
-    cap: float | None = None
     action_repeat: int = 1
 
-    def check(self) -> None:
-        """Raises ValueError if nothing can be made of it."""
-        for task in self.tasks:
-            environments.check_task(self.domain, task)
-        if len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"{self.tasks=} must be tasks, each of them once")
-        if self.cap is not None and not 0 < self.cap <= 1:
-            raise ValueError(f"cap={self.cap} must be above 0 and up to 1")
-        rollouts.check_held(self.action_repeat)
 
-    def rng(self, *place: int) -> np.random.Generator:
-        """Returns the generator of what is drawn at a place of the recipe."""
-        return np.random.default_rng([self.seed, *place])
-
-
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """One episode to roll out; what it becomes depends on nothing else.
-
-    task: whose return counts.
-    parameters: of the policy, or None for noise alone.
-    noise: added to the policy's actions, or None.
-    seed: of the episode's beginning, and of the noise.
-    number: of the file to write if the return is no more than `limit`; or None.
-    """
-
-    task: str
-    parameters: np.ndarray | None
-    noise: Noise | None
-    seed: int
-    number: int | None = None
-    limit: float = math.inf
-
-
-def make(recipe: Recipe, output: Path, processes: int) -> Buffer:
-    """Writes `output`/domain/es_replay, whole or not at all.
+def make(recipe: Recipe, output: Path, processes: int = 1) -> Buffer:
+    """Writes `output`/domain/scripted, whole or not at all.
 
     Raises:
       FileExistsError: there is such a data set already; it is not touched.
-      ValueError: the recipe makes nothing, or too few policies are below its cap.
+      ValueError: actions would be held for longer than an episode.
       ImportError: dm_control is missing.
     """
-    recipe.check()
+    if recipe.action_repeat > MOST_STEPS:
+        raise ValueError(
+            f"action_repeat={recipe.action_repeat} must be at most the {MOST_STEPS} "
+            "steps of an episode"
+        )
+    environments.check_simulator()
     buffer = Buffer(output, recipe.domain, ALGORITHM)
-    with rollouts.new_data(buffer.directory, processes) as (folder, map_attempts):
-        (folder / "buffer").mkdir()
-        found = _fill(recipe, folder / "buffer", map_attempts)
-        rollouts.write_meta(folder, PROGRAM, recipe, **found)
+    new = NewDirectory(buffer.directory)
+    try:
+        folder = new.partial / "buffer"
+        folder.mkdir()
+        record, numbers = functools.partial(_record, recipe, folder), recipe.episodes
+        progress = {"total": numbers, "unit": " episodes", "disable": None}
+        # A process that is forked would hold the locks of JAX's threads.
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+            each = pool.map if processes > 1 else map
+            returns = list(tqdm(each(record, range(numbers)), **progress))
+        meta = {
+            "generator": "tools/make_exorl.py of Annulus: no data of ExoRL",
+            "recipe": asdict(recipe),
+            "stored_task": environments.tasks(recipe.domain)[0],
+            "returns": quantiles(returns),
+            "versions": {
+                "python": platform.python_version(),
+                "numpy": np.__version__,
+                **environments.versions(),
+            },
+        }
+        (new.partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        new.appear()
+    finally:
+        new.remove()
     return buffer
-
-
-def _fill(recipe: Recipe, folder: Path, map_attempts: Map) -> dict[str, Any]:
-    """Writes the episodes; returns their description."""
-    family, count = _family(recipe), -(-recipe.search_episodes // len(recipe.tasks))
-    roll = functools.partial(_roll, recipe, family, folder)
-
-    def returns_of(attempts: Sequence[Attempt], what: str) -> list[float]:
-        progress = {"total": len(attempts), "unit": " episodes", "disable": None}
-        return list(tqdm(map_attempts(roll, attempts), desc=what, **progress))
-
-    def searched(task: str, rng: np.random.Generator) -> Found:
-        def returns(policies: np.ndarray, seeds: np.ndarray) -> list[float]:
-            pairs = zip(policies, seeds.tolist(), strict=True)
-            attempts = [Attempt(task, policy, None, seed) for policy, seed in pairs]
-            return returns_of(attempts, f"search for {task}")
-
-        return search(returns, family, count, rng)
-
-    found = {t: searched(t, recipe.rng(1, n)) for n, t in enumerate(recipe.tasks)}
-    draw, missing = _plan(recipe, found), range(recipe.episodes)
-    attempts: dict[int, Attempt] = {}
-    returns: dict[int, float] = {}
-    for tries in range(ROUNDS):
-        drawn = {number: draw(number, tries) for number in missing}
-        attempts |= drawn
-        returns |= zip(drawn, returns_of([*drawn.values()], "episodes"), strict=True)
-        missing = [n for n, attempt in drawn.items() if returns[n] > attempt.limit]
-        if not missing:
-            return _description(recipe, found, attempts, returns)
-    raise ValueError(
-        f"{len(missing)} of {recipe.episodes} episodes returned more than "
-        f"{recipe.cap=} of the best, {ROUNDS} times over: raise the cap, or search "
-        f"longer than {recipe.search_episodes=}"
-    )
-
-
-def _family(recipe: Recipe) -> Family:
-    """Returns the policies of the domain; linear ones see standardised observations."""
-    if recipe.domain == "cartpole":
-        policy = functools.partial(policy_search.believing, recipe.action_repeat)
-        return Family(np.ones(4), 0.8, 0.4, policy)
-    environment = Environment(recipe.domain, recipe.tasks[0])
-    noise = Noise(1.0, SCALES[0])
-    seeds = recipe.rng(0).integers(2**31, size=SCOUTS).tolist()
-    scouts = [rollouts.roll_out(environment, None, noise, seed) for seed in seeds]
-    seen = np.concatenate([scout.observation for scout in scouts]).astype(np.float64)
-    # What never moves in a scout's episode must not be blown up when it does.
-    mean, std = seen.mean(axis=0), np.maximum(seen.std(axis=0), LEAST_STD)
-    start = np.zeros(DOMAINS[recipe.domain].action * (len(mean) + 1))
-    return Family(start, 0.15, 0.3, functools.partial(policy_search.linear, mean, std))
-
-
-def _plan(recipe: Recipe, found: dict[str, Found]) -> Callable[[int, int], Attempt]:
-    """Returns a function that draws an episode's next attempt, of a number of tries."""
-    count = round(recipe.noise_share * recipe.episodes)
-    noise_alone = set(recipe.rng(2).permutation(recipe.episodes)[:count].tolist())
-    limits = dict.fromkeys(found, math.inf)
-    if recipe.cap is not None:
-        limits = {t: recipe.cap * float(f.returns.max()) for t, f in found.items()}
-    strata = {t: stratify(f.returns, limits[t]) for t, f in found.items()}
-
-    def draw(number: int, tries: int) -> Attempt:
-        rng = recipe.rng(3, number, tries)
-        task = recipe.tasks[number % len(recipe.tasks)]
-        if number in noise_alone:
-            parameters = None
-            noise = Noise(rng.choice(EXPONENTS), rng.choice(SCALES))
-        else:
-            of_task = strata[task]
-            policy = rng.choice(of_task[rng.integers(len(of_task))])
-            parameters, scale = found[task].parameters[policy], rng.choice(ADDED_SCALES)
-            noise = Noise(1.0, scale) if scale else None
-        seed = int(rng.integers(2**31))
-        return Attempt(task, parameters, noise, seed, number, limits[task])
-
-    return draw
 
 
 # One takes as long to make as an episode.
 _environment = functools.cache(Environment)
 
 
-def _roll(recipe: Recipe, family: Family, folder: Path, attempt: Attempt) -> float:
-    """Rolls out an attempt, writes it if it is one of the data; returns its return."""
-    act = None
-    if attempt.parameters is not None:
-        act = family.policy(attempt.parameters)
-    environment, stored = (
-        _environment(recipe.domain, task) for task in (attempt.task, recipe.tasks[0])
+def _record(recipe: Recipe, folder: Path, number: int) -> float:
+    """Rolls out and writes an episode; returns its return."""
+    environment = _environment(recipe.domain, environments.tasks(recipe.domain)[0])
+    size, rng = (
+        DOMAINS[recipe.domain].action,
+        np.random.default_rng([recipe.seed, number]),
     )
-    stem = None if attempt.number is None else folder / f"episode_{attempt.number:06d}"
-    how = attempt.noise, attempt.seed, recipe.action_repeat, stem
-    episode = rollouts.roll_out(environment, act, *how)
-    total = float(episode.reward.sum(dtype=np.float64))
-    if stem is not None and total <= attempt.limit:
-        if stored is not environment:
-            rewards = np.float32([0.0, *computed_rewards(stored, episode)])
-            episode = dataclasses.replace(episode, reward=rewards[:, None])
-        write_episode(episode)
-    return total
+    noise = draw_noise(rng, rng.choice(EXPONENTS), rng.choice(SCALES), size)
+    first = environment.reset(int(rng.integers(2**31)))
+    rows = [(first, np.zeros(size, np.float32), 0.0, environment.physics())]
+    for step, wanted in enumerate(noise):
+        if step % recipe.action_repeat == 0:
+            # The number that is stored is the one that acts.
+            action = np.clip(wanted, -1, 1).astype(np.float32)
+        result = environment.step(action)
+        rows.append((result.observation, action, result.reward, environment.physics()))
+        if result.last:
+            break
+    observation, action, reward, physics = map(np.array, zip(*rows, strict=True))
+    episode = Episode(
+        path=folder / f"episode_{number:06d}_{len(rows) - 1}.npz",
+        observation=observation,
+        action=action,
+        reward=reward.astype(np.float32)[:, None],
+        discount=np.ones((len(rows), 1), np.float32),
+        physics=physics,
+    )
+    write_episode(episode)
+    return float(episode.reward.sum(dtype=np.float64))
 
 
-def _description(
-    recipe: Recipe,
-    found: dict[str, Found],
-    attempts: dict[int, Attempt],
-    returns: dict[int, float],
-) -> dict[str, Any]:
-    """Returns what meta.json says of the search and of the episodes."""
-    of_task: dict[str, list[float]] = {}
-    for number, attempt in attempts.items():
-        of_task.setdefault(attempt.task, []).append(returns[number])
-    return {
-        "stored_task": recipe.tasks[0],
-        "search_returns": {t: quantiles(f.returns) for t, f in found.items()},
-        "returns": {t: quantiles(some) for t, some in of_task.items()},
-        "episodes": [
-            {
-                "episode": number,
-                "task": attempt.task,
-                "policy": attempt.parameters is not None,
-                "noise": attempt.noise and asdict(attempt.noise),
-                "return": returns[number],
-            }
-            for number, attempt in attempts.items()
-        ],
-    }
+def draw_noise(
+    rng: np.random.Generator, exponent: float, scale: float, size: int
+) -> np.ndarray:
+    """Draws noise for the steps of an episode: float (MOST_STEPS, size).
+
+    exponent: of the frequency, with which its power falls. scale: standard deviation of
+      each column, whose mean is 0.
+    """
+    frequency = np.fft.rfftfreq(MOST_STEPS)
+    frequency[0] = 1.0
+    parts = rng.normal(size=(2, size, len(frequency)))
+    spectrum = (parts[0] + 1j * parts[1]) * frequency ** (-exponent / 2)
+    spectrum[:, 0] = 0  # the mean
+    noise = np.fft.irfft(spectrum, MOST_STEPS).T
+    return scale * noise / noise.std(axis=0)
 
 
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
-    parser = rollouts.recording_arguments(__doc__, episodes=300, action_repeat=1)
-    add = parser.add_argument
-    add("--domain", required=True, choices=list(TASKS))
-    add("--tasks", nargs="+", metavar="TASK", help="default: those of ExoRL's paper")
-    add("--search-episodes", type=at_least(1), help=f"default: {SEARCH_EPISODES}")
-    alone = "share of the episodes that are noise alone (default: %(default)s)"
-    add("--noise-share", default=0.2, type=share, help=alone)
-    add("--cap", type=float, help="keep returns below this share of the best")
+    parser = Parser(__doc__)
+    add, default = parser.add_argument, "(default: %(default)s)"
+    known = [domain for domain in DOMAINS if environments.tasks(domain)]
+    add("--domain", required=True, choices=known)
+    output = "directory of data sets, with or without others"
+    add("--output", required=True, type=Path, help=output)
+    held = f"steps that every action is held for {default}"
+    add("--action-repeat", type=at_least(1), default=1, help=held)
+    add("--episodes", type=at_least(1), default=300, help=default)
+    add("--seed", type=at_least(0), default=0, help=f"of all that is drawn {default}")
+    cores = len(os.sched_getaffinity(0))
+    count = f"that record; they change nothing {default}"
+    add("--processes", type=at_least(1), default=cores, help=count)
     given = vars(parser.parse_args(arguments))
     output, processes = given.pop("output"), given.pop("processes")
-    given["tasks"] = tuple(given["tasks"] or TASKS[given["domain"]])
-    given["search_episodes"] = (
-        given["search_episodes"] or SEARCH_EPISODES[given["domain"]]
-    )
-    print(rollouts.describe(make(Recipe(**given), output, processes).directory))
+    directory = make(Recipe(**given), output, processes).directory
+    meta = json.loads((directory / "meta.json").read_text())
+    returns = ", ".join(f"{q} {value:.1f}" for q, value in meta["returns"].items())
+    print(f"{meta['stored_task']}: returns {returns}\nwritten to {directory}")
 
 
 if __name__ == "__main__":

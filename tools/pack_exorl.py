@@ -5,8 +5,7 @@
 
 reads DATASETS/walker/rnd/buffer/*.npz, as ExoRL's archives lie when they are unzipped
 (https://dl.fbaipublicfiles.com/exorl/DOMAIN/ALGORITHM.zip), and writes
-CACHE/walker/rnd/run/. The worlds of tools/make_worlds.py, DATASETS/cartpole/worlds/*,
-become one file, CACHE/cartpole/worlds/swingup/.
+CACHE/walker/rnd/run/.
 """
 
 import argparse
@@ -17,9 +16,7 @@ from pathlib import Path
 
 from data.agents import exorl
 from data.agents.episodes import DOMAINS, Buffer
-from data.agents.hidden_physics import DOMAIN
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.exorl.controller import controller
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -27,11 +24,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--root", required=True, type=Path, help="directory of data sets")
     add("--domain", required=True, choices=list(DOMAINS))
-    add("--algorithm", required=True, help="rnd, proto, …, es_replay or worlds")
+    add("--algorithm", required=True, help="rnd, proto, …, or scripted")
     add("--task", required=True, help="whose rewards are computed: run, swingup, …")
     add("--cache", required=True, type=Path, help="directory of packed trajectories")
-    rewards = "rewards as the environment gives them, as ExoRL's own code computes "
-    rewards += f"them, without the action, or as they are stored {default}"
+    rewards = "rewards as the environment gives them, or as ExoRL's own code computes "
+    rewards += f"them, without the action {default}"
     add("--relabelling", default="exact", choices=exorl.RELABELLINGS, help=rewards)
     skip = f"skip: leave bad files out, up to 1 %% of them {default}"
     add("--on-bad", default="error", choices=exorl.ON_BAD, help=skip)
@@ -39,12 +36,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-transitions", default=exorl.MAX_TRANSITIONS, type=at_least(1), help=most)
     held = f"steps that actions were held for, which become one {default}"
     add("--action-repeat", default=1, type=at_least(1), help=held)
-    targets = "pack too what a controller that knows the world would do, of cart-poles"
-    add("--targets", action="store_true", help=targets)
-    chosen = parser.parse_args(arguments)
-    if chosen.targets and chosen.domain != DOMAIN:
-        parser.error(f"--targets are known of {DOMAIN} alone, not of {chosen.domain}")
-    return chosen
+    return parser.parse_args(arguments)
 
 
 @as_program
@@ -54,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [field.name for field in fields(exorl.Selection)]
     selection = exorl.Selection(**{name: getattr(chosen, name) for name in names})
     buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
-    expert = controller if chosen.targets else None
-    packed = exorl.pack(buffer, chosen.task, chosen.cache, selection, expert)
+    packed = exorl.pack(buffer, chosen.task, chosen.cache, selection)
     print(exorl.describe(packed))
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.agents.episodes import check_domain
-from data.agents.hidden_physics import DOMAIN, HiddenPhysics
 
 INSTALL = "install what requirements-rl.txt pins (make venv ACCELERATOR=rl)"
 # The dm_control suite's own, whose rewards follow from physics and control alone.
@@ -56,8 +55,7 @@ def check_task(domain: str, task: str) -> None:
     if not known:
         raise ValueError(
             f"there is no environment for {domain=}, only for "
-            f"{', '.join([*SUITE_TASKS, 'jaco'])}: its rewards can be packed as they "
-            'are stored (relabelling "stored")'
+            f"{', '.join([*SUITE_TASKS, 'jaco'])}"
         )
     if task not in known:
         raise ValueError(f"{task=} of {domain} must be one of {', '.join(known)}")
@@ -71,19 +69,15 @@ def versions() -> dict[str, str]:
 class Environment:
     """One task, with actions in [-1, 1] and flat float32 observations.
 
-    physics: of a cart-pole that is not dm_control's; in no observation.
-
     Raises:
-      ValueError: the task is unknown, or hidden physics of another domain.
+      ValueError: the task is unknown.
       ImportError: dm_control is missing, or does not go with the mujoco there is.
     """
 
-    def __init__(self, domain: str, task: str, physics: HiddenPhysics | None = None):
+    def __init__(self, domain: str, task: str):
         check_task(domain, task)
-        if physics and domain != DOMAIN:
-            raise ValueError(f"hidden physics are for {DOMAIN} only, not {domain=}")
         check_simulator()
-        self.domain, self.task, self.hidden = domain, task, physics
+        self.domain, self.task = domain, task
         # Without a renderer: none is needed, and those that it would try may be broken.
         os.environ.setdefault("MUJOCO_GL", "disabled")
         with _quiet_models():
@@ -91,7 +85,7 @@ class Environment:
                 self._environment = _load_jaco(JACO_TARGETS[task])
                 self._random = self._environment.random_state
             else:
-                self._environment = _load_suite(domain, task, physics)
+                self._environment = _load_suite(domain, task)
                 self._random = self._environment.task.random
         spec = self._environment.action_spec()
         self._lowest, self._highest = spec.minimum, spec.maximum
@@ -146,20 +140,6 @@ class Environment:
         """Returns the task's reward for physics and control as they are set."""
         return float(self._environment.task.get_reward(self._environment.physics))
 
-    def next_physics(self, state: np.ndarray, action: np.ndarray) -> np.ndarray:
-        """Returns the state after a step from a state, float64 (physics size,).
-
-        Of the suite's domains, without what a task adds to a step.
-
-        Raises:
-          ValueError: the simulator cannot be in that state.
-        """
-        self.set_physics(state)
-        self.set_control(action)
-        physics = self._environment.physics
-        physics.step(round(self._environment.control_timestep() / physics.timestep()))
-        return self.physics()
-
     def observation(self) -> np.ndarray:
         """Returns the observation of physics as set, float32 (observation size,).
 
@@ -210,14 +190,10 @@ def _quiet_models() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _load_suite(domain: str, task: str, hidden: HiddenPhysics | None) -> Any:
+def _load_suite(domain: str, task: str) -> Any:
     from dm_control import suite
 
-    environment = suite.load(domain, task, task_kwargs={"random": 0})
-    if hidden:
-        xml, assets = suite.cartpole.get_model_and_assets()
-        environment.physics.reload_from_xml_string(hidden.model(xml), assets)
-    return environment
+    return suite.load(domain, task, task_kwargs={"random": 0})
 
 
 def _load_jaco(target: tuple[float, float, float]) -> Any:

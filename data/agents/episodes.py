@@ -1,7 +1,6 @@
 """Episodes of ExoRL, the public format: one compressed npz for each (2201.13425).
 
     ROOT/walker/rnd/buffer/episode_000017_1000.npz
-    ROOT/cartpole/worlds/world_000/buffer/episode_000000_1000.npz   made here
 
 A file of T steps has T + 1 rows of every array. Row 0 is the state after the reset,
 with an action and a reward of zeros; action t leads from observation t - 1 to
@@ -23,7 +22,6 @@ import numpy as np
 NAMES = ("observation", "action", "reward", "discount", "physics")
 # As ExoRL names them, and as the writer of its origin, URLB, does: 20220207T101112_…
 FILE_NAME = re.compile(r"(?:episode|\d{8}T\d{6})_(\d+)_(\d+)\.npz")
-WORLD = "world_{:03d}"
 # Of a zip archive with files, and of one without.
 ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -111,12 +109,6 @@ class Buffer:
     @property
     def directory(self) -> Path:
         return Path(self.root) / self.domain / self.algorithm
-
-    def worlds(self) -> list["Buffer"]:
-        """Lists the buffers of its worlds, by their numbers; itself if it has none."""
-        count = len(list(self.directory.glob("world_*")))
-        names = [f"{self.algorithm}/{WORLD.format(number)}" for number in range(count)]
-        return [Buffer(self.root, self.domain, name) for name in names] or [self]
 
     def scan(self) -> list[Path]:
         """Lists the episodes' files, sorted by their numbers.

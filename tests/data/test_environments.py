@@ -1,9 +1,7 @@
-"""dm_control's tasks, their hidden physics, and what is computed from physics."""
+"""dm_control's tasks, and what is computed from physics."""
 
 import dataclasses
 import importlib.metadata
-import json
-import re
 import subprocess
 import sys
 
@@ -13,8 +11,6 @@ import pytest
 from data.agents.environments import Environment, check_simulator, tasks
 from data.agents.episodes import DOMAINS
 from data.agents.exorl import computed_rewards, observation_error
-from data.agents.hidden_physics import HiddenPhysics
-from tests.cases import pairs
 from tests.small.episodes import rolled_out
 
 TASKS = [
@@ -22,8 +18,6 @@ TASKS = [
     for domain in ("cartpole", "cheetah", "jaco", "walker")
     for task in tasks(domain)
 ]
-TIMESTEP = 0.01
-HANGING = np.array([0.0, np.pi, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(("domain", "task"), TASKS)
@@ -68,8 +62,6 @@ def test_episodes_end_with_their_time(domain, task, steps):
 def test_tasks_without_an_environment_are_refused():
     with pytest.raises(ValueError, match="task='fly' of walker .* stand, walk, run"):
         Environment("walker", "fly")
-    with pytest.raises(ValueError, match="for cartpole only, not domain='walker'"):
-        Environment("walker", "walk", HiddenPhysics())
     assert tasks("point_mass_maze") == ()
 
 
@@ -97,38 +89,14 @@ def test_only_environments_load_the_simulator():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def world(**hidden):
-    return Environment("cartpole", "swingup", HiddenPhysics(**hidden))
-
-
-def accelerations(environment, action):
-    """Of cart and pole, from hanging at rest."""
-    return environment.next_physics(HANGING, np.array([action]))[2:] / TIMESTEP
-
-
-def test_no_hidden_physics_and_those_of_dm_control_are_bit_identical(tmp_path):
+def test_an_episode_is_bit_identical_to_dm_controls(tmp_path):
     from dm_control import suite
 
-    plain, path = Environment("cartpole", "swingup"), tmp_path / "episode_0_50.npz"
-    one, other = (rolled_out(path, each, 50, seed=3) for each in (plain, world()))
-    np.testing.assert_array_equal(one.physics, other.physics)
-    np.testing.assert_array_equal(one.reward, other.reward)
+    path = tmp_path / "episode_0_50.npz"
+    episode = rolled_out(path, Environment("cartpole", "swingup"), 50, seed=3)
     theirs = suite.load("cartpole", "swingup", task_kwargs={"random": 3})
     first = theirs.reset().observation
     flat = [*first["position"], *first["velocity"]]
-    np.testing.assert_array_equal(one.observation[0], np.float32(flat))
-    assert np.float32(theirs.step(one.action[1]).reward) == one.reward[1, 0]
-
-
-def test_direction_turns_the_acceleration_and_strength_multiplies_it():
-    usual = accelerations(world(), 0.01)
-    assert usual[0] > 0.05
-    np.testing.assert_allclose(accelerations(world(direction=-1), 0.01), -usual)
-    both = accelerations(world(direction=-1, strength=0.5), 0.01)
-    np.testing.assert_allclose(both, -usual / 2, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("described", "said"), pairs("agents.txt", "physics"))
-def test_physics_that_cannot_be_are_refused(described, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        HiddenPhysics.of(json.loads(described))
+    np.testing.assert_array_equal(episode.observation[0], np.float32(flat))
+    rewards = [theirs.step(action).reward for action in episode.action[1:]]
+    np.testing.assert_array_equal(episode.reward[1:, 0], np.float32(rewards))

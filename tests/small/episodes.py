@@ -39,12 +39,14 @@ def rolled_out(
     return _episode(path, *map(np.array, zip(*rows, strict=True)))
 
 
-def made_up_buffer(root: Path, domain: str, lengths: list[int]) -> Buffer:
-    """A buffer of made-up episodes, numbered from 0 on."""
-    buffer = Buffer(root, domain, "made_up")
+def rolled_out_buffer(
+    root: Path, environment: Environment, lengths: list[int]
+) -> Buffer:
+    """A buffer of real episodes of an environment, numbered from 0 on."""
+    buffer = Buffer(root, environment.domain, "random")
     folder = buffer.directory / "buffer"
     folder.mkdir(parents=True)
     for number, steps in enumerate(lengths):
         path = folder / f"episode_{number:06d}_{steps}.npz"
-        write_episode(made_up(path, domain, steps, seed=number))
+        write_episode(rolled_out(path, environment, steps, seed=number))
     return buffer

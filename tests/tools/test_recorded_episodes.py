@@ -1,4 +1,4 @@
-"""Recorded episodes: of policies that were searched for, of worlds, and packed."""
+"""Recorded episodes: of noise in ExoRL's format, packed, and of Dark Room."""
 
 import dataclasses
 import json
@@ -9,18 +9,14 @@ import pytest
 
 from data.agents.dark_room import MOVES, ROOMS, record
 from data.agents.environments import Environment
-from data.agents.episodes import BadEpisode, Buffer, read_episode
+from data.agents.episodes import BadEpisode, read_episode
 from data.agents.exorl import Selection, computed_rewards, pack
-from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
-from tests.small.episodes import made_up_buffer
-from tools import make_dark_room, make_exorl, make_worlds, pack_exorl
-from tools.lib.exorl.controller import controller
-from tools.lib.exorl.policy_search import Family, search, stratify
-from tools.lib.exorl.rollouts import roll_out
-from tools.make_exorl import Recipe
+from tests.small.episodes import rolled_out_buffer
+from tools import make_dark_room, make_exorl, pack_exorl
+from tools.make_exorl import Recipe, draw_noise
 
-FEW = Recipe("cartpole", ("swingup",), episodes=3, seed=3, search_episodes=2)
+FEW = Recipe("cartpole", episodes=3, seed=3, action_repeat=8)
 
 
 def made(directory, recipe=FEW, processes=1, **changes):
@@ -29,7 +25,7 @@ def made(directory, recipe=FEW, processes=1, **changes):
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("data"), action_repeat=8)
+    return made(tmp_path_factory.mktemp("data"))
 
 
 def meta_of(buffer):
@@ -44,42 +40,34 @@ def contents(buffer):
 @pytest.mark.thorough
 def test_the_same_seed_makes_the_same_bytes_which_are_kept(few, tmp_path):
     before = contents(few)
-    again = contents(made(tmp_path, processes=2, action_repeat=8))
+    again = contents(made(tmp_path, processes=2))
     assert len(again) == 4 and before == again
     other = contents(made(tmp_path / "other", seed=4, episodes=1))
     episode = Path("buffer/episode_000000_1000.npz")
     assert other[episode] != before[episode]
-    with pytest.raises(FileExistsError, match="es_replay already exists and is left"):
+    with pytest.raises(FileExistsError, match="scripted already exists and is left"):
         made(few.root)
     assert contents(few) == before
 
 
-@pytest.mark.thorough
-def test_rewards_are_those_of_the_first_task(tmp_path):
-    recipe = Recipe("walker", ("walk", "stand"), 2, 0, 2, noise_share=1.0)
-    buffer = made(tmp_path, recipe)
-    meta = meta_of(buffer)
-    assert meta["stored_task"] == "walk"
-    assert [row["task"] for row in meta["episodes"]] == ["walk", "stand"]
-    of_other = read_episode(buffer.scan()[1], "walker")
-    as_stored = computed_rewards(Environment("walker", "walk"), of_other)
-    assert np.abs(as_stored - of_other.reward[1:, 0]).max() < 1e-6
-    as_gathered = computed_rewards(Environment("walker", "stand"), of_other).sum()
-    assert meta["episodes"][1]["return"] == pytest.approx(as_gathered, rel=1e-5)
-    assert as_gathered > of_other.reward[1:, 0].sum() + 1
+def test_noise_has_its_strength_and_its_colour(rng):
+    for exponent in make_exorl.EXPONENTS:
+        noise = draw_noise(rng, exponent, 0.3, size=50)
+        np.testing.assert_allclose(noise.std(axis=0), 0.3)
+        np.testing.assert_allclose(noise.mean(axis=0), 0, atol=1e-12)
+        power = np.square(np.abs(np.fft.rfft(noise, axis=0))).mean(axis=1)
+        # From a low to a high band, 16 times as high, power falls by 16^exponent.
+        low, high = power[10:20].mean(), power[160:320].mean()
+        assert np.log(low / high) / np.log(16) == pytest.approx(exponent, abs=0.1)
 
 
-@pytest.mark.thorough
-def test_cap_keeps_good_episodes_out(tmp_path, capsys):
-    few = "--episodes 4 --search-episodes 8 --seed 3 --processes 1 --cap 0.6"
-    arguments = ["--domain", "cartpole", "--output", str(tmp_path), *few.split()]
-    assert make_exorl.main(arguments) == 0
-    directory = tmp_path / "cartpole" / "es_replay"
-    assert capsys.readouterr().out.startswith("swingup: returns 0% ")
-    meta = json.loads((directory / "meta.json").read_text())
-    best = meta["search_returns"]["swingup"]["100%"]
-    returns = [row["return"] for row in meta["episodes"]]
-    assert len(returns) == 4 and max(returns) <= 0.6 * best + 1e-3
+def test_rewards_are_those_of_the_domains_first_task(few):
+    episode = read_episode(few.scan()[1], "cartpole")
+    wanted = computed_rewards(Environment("cartpole", "swingup"), episode)
+    assert meta_of(few)["stored_task"] == "swingup"
+    np.testing.assert_allclose(episode.reward[1:, 0], wanted, atol=1e-6)
+    returns = [read_episode(path, "cartpole").reward.sum() for path in few.scan()]
+    assert meta_of(few)["returns"]["100%"] == pytest.approx(max(returns), abs=0.01)
 
 
 def test_actions_are_held_and_packed_as_one(few, tmp_path):
@@ -88,7 +76,7 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
     assert (one.action_repeat, eight.action_repeat) == (1, 8)
     assert one.index["generator"] == meta_of(few)
     assert one.index["largest_difference_from_stored"] < 1e-6
-    of_episode = [row["return"] for row in meta_of(few)["episodes"]]
+    of_episode = [read_episode(path, "cartpole").reward.sum() for path in few.scan()]
     np.testing.assert_allclose(one.returns, of_episode, rtol=1e-6)
     assert eight.lengths.tolist() == [125] * 3
     np.testing.assert_allclose(eight.returns, one.returns, rtol=1e-6)
@@ -99,80 +87,14 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
         pack(few, "swingup", tmp_path / "three", Selection(action_repeat=3))
 
 
-def test_search_climbs_and_keeps_all_that_it_tried():
-    top, begun = np.array([1.0, -2, 3]), []
-
-    def bowl(policies, seeds):
-        begun.append(seeds.reshape(-1, 2))
-        return (-((policies - top) ** 2).sum(axis=1)).tolist()
-
-    family = Family(np.zeros(3), 0.2, 0.3, None)
-    found = search(bowl, family, 640, np.random.default_rng(0))
-    assert found.parameters.shape == (640, 3) and found.returns.shape == (640,)
-    assert found.returns[:32].mean() < -12 and found.returns[-32:].mean() > -1
-    distances = ((found.parameters - top) ** 2).sum(axis=1)
-    np.testing.assert_allclose(found.returns, -distances)
-    forth, back = np.concatenate(begun).T
-    assert (forth == back).all() and len(set(forth.tolist())) == 320
-    with pytest.raises(ValueError, match="none of 2 policies returned 1 or less"):
-        stratify(np.array([2.0, 3.0]), 1.0)
-
-
-RECIPE = "--worlds 2 --episodes 3 --seed 2 --action-repeat 10 --processes 1"
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
-    output = tmp_path_factory.mktemp("data")
-    assert make_worlds.main([*RECIPE.split(), "--output", str(output)]) == 0
-    return Buffer(output, "cartpole", "worlds")
-
-
-@pytest.mark.thorough
-def test_worlds_pack_into_one_file_that_describes_them(worlds, tmp_path):
-    file = pack(worlds, "swingup", tmp_path, Selection(action_repeat=10))
-    assert file.directory == tmp_path / "cartpole" / "worlds" / "swingup"
-    assert file.worlds.tolist() == [0] * 3 + [1] * 3
-    assert file.lengths.tolist() == [100] * 6
-    assert file.index["largest_difference_from_stored"] < 1e-6
-    assert file.index["generator"] == meta_of(worlds)
-    metas = [meta_of(world) for world in worlds.worlds()]
-    described = [meta["hidden_physics"] for meta in metas]
-    assert file.index["worlds_described"] == described
-    returns = [row["return"] for meta in metas for row in meta["episodes"]]
-    np.testing.assert_allclose(file.returns, returns, rtol=1e-6)
-    assert described[0]["strength"] != described[1]["strength"]
-    # Histories go from noise to one that knows its world.
-    for meta in metas:
-        first, *_, last = meta["episodes"]
-        assert first["return"] < 350 and last["return"] > 600
-        assert first["share"] < 0.6 and last["share"] > 0.85
-        assert first["noise"]["scale"] > 0.2 > last["noise"]["scale"]
-
-
-WORLDS = [
-    HiddenPhysics(),
-    # Weak, heavy and long; strong, light and short.
-    HiddenPhysics(-1, 0.7, 1.6, 1.6, 1.4),
-    HiddenPhysics(1, 2.0, 0.5, 0.5, 0.6),
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_controller_that_knows_its_world_swings_up(world):
-    environment = Environment("cartpole", "swingup", world)
-    done = roll_out(environment, controller(world, 5), None, 3, action_repeat=5)
-    assert done.reward.sum() > 600
-
-
 def test_program_tells_what_it_packed_and_names_the_bad_file(tmp_path, capsys):
-    buffer = made_up_buffer(tmp_path / "data", "cartpole", [4, 4, 4])
-    words = f"--root {tmp_path}/data --domain cartpole --algorithm made_up"
-    words = f"{words} --task swingup --relabelling stored --max-transitions 8 --cache"
+    environment = Environment("cartpole", "swingup")
+    buffer = rolled_out_buffer(tmp_path / "data", environment, [4, 4, 4])
+    words = f"--root {tmp_path}/data --domain cartpole --algorithm random"
+    words = f"{words} --task swingup --max-transitions 8 --cache"
     assert pack_exorl.main([*words.split(), f"{tmp_path}/cache"]) == 0
     assert "2 episodes of 4 to 4 steps, 8 steps" in capsys.readouterr().out
-    directory = tmp_path / "cache" / "cartpole" / "made_up" / "swingup"
+    directory = tmp_path / "cache" / "cartpole" / "random" / "swingup"
     assert len(TrajectoryFile.open(directory).returns) == 2
     path = buffer.scan()[0]
     path.write_bytes(b"some text")

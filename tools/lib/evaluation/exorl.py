@@ -57,8 +57,7 @@ from tools.lib.exorl.agents import Actor, actor
 from tools.lib.exorl.contexts import Context, contexts, task_name
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
-from tools.lib.exorl.rollouts import quantiles
-from tools.lib.exorl.scores import interval, of_worlds, scores
+from tools.lib.exorl.scores import interval, of_worlds, quantiles, scores
 from tools.lib.files import write_json
 from training.weights import SavedParameters
 
@@ -138,7 +137,7 @@ def evaluate(
         "trained_on": options.trained,
         "action_repeat": file.action_repeat,
         "data_returns": quantiles(file.returns),
-        "references": references(file, of_rows, seeds, options.processes),
+        "references": references(file, of_rows, options.episodes),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **simulator},
         "environment": dataclasses.asdict(environment),

@@ -1,19 +1,14 @@
-"""References for agents in many worlds: an oracle, chance, and a learner.
+"""References for agents in Dark Room: an oracle, chance, and a learner.
 
-In Dark Room, the learner has a table of values for each world (Q-learning), and nothing
-before it. In cart-poles the oracle is the controller that recorded them.
+The learner has a table of values for each world (Q-learning), and nothing before it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from data.agents.dark_room import MOVES, ROOMS, DarkRoom
-from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
-from tools.lib.exorl.controller import controller
-from tools.lib.exorl.scenes import Scene, stage
 from tools.lib.exorl.scores import of_worlds
 
 LEARNING_RATE, DISCOUNT, EPSILON = 0.5, 0.95, 0.1
@@ -22,48 +17,24 @@ OPTIMISM = 1.0
 
 
 def references(
-    file: TrajectoryFile, worlds: np.ndarray, seeds: np.ndarray, processes: int = 1
+    file: TrajectoryFile, worlds: np.ndarray, episodes: int
 ) -> dict[str, Any]:
     """Returns mean returns over worlds: oracle, random, and tabular by episode.
 
-    Empty where no world is described. Tabular is for Dark Room, where the others are
-    exact. In cart-poles an episode is played in each row.
+    Of Dark Room, where the first two are exact; empty elsewhere.
 
-    worlds: int (E,), of the rows, which may have one in common. seeds: int (E,
-      episodes), of the episodes' beginnings. processes: see `stage`.
+    worlds: int (E,), of the rows, which may have one in common.
     """
-    if file.index["domain"] == "dark_room":
-        room = ROOMS[file.index["task"]]
-        goals = room.goals[worlds]
-        tabular = tabular_returns(room, goals, seeds.shape[1])
-        return {
-            "oracle": float(of_worlds(room.best_return(goals), worlds).mean()),
-            "random": float(room.random_return()[np.unique(worlds)].mean()),
-            "tabular": of_worlds(tabular, worlds).mean(axis=0).tolist(),
-        }
-    described = file.index.get("worlds_described") or []
-    if not any(described):
+    if file.index["domain"] != "dark_room":
         return {}
-    repeat, scene = file.action_repeat, stage(file, worlds, seeds, processes)
-    known = [controller(HiddenPhysics.of(described[w] or {}), repeat) for w in worlds]
-    rng, size = np.random.default_rng(0), (len(worlds), file.action_size)
-
-    def oracle(observations: np.ndarray) -> np.ndarray:
-        pairs = zip(known, observations, strict=True)
-        return np.stack([np.clip(act(seen), -1, 1) for act, seen in pairs])
-
-    policies = {"oracle": oracle, "random": lambda _: rng.uniform(-1, 1, size)}
-    found = {name: _returns(scene, act) for name, act in policies.items()}
-    return {name: float(of_worlds(r, worlds).mean()) for name, r in found.items()}
-
-
-def _returns(scene: Scene, act: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Plays the first episode of each row, and returns their returns (E,)."""
-    observations, total, last = scene.begin(0), np.zeros(()), False
-    while not last:
-        observations, _, rewards, last = scene.step(act(observations))
-        total = total + rewards
-    return total
+    room = ROOMS[file.index["task"]]
+    goals = room.goals[worlds]
+    tabular = tabular_returns(room, goals, episodes)
+    return {
+        "oracle": float(of_worlds(room.best_return(goals), worlds).mean()),
+        "random": float(room.random_return()[np.unique(worlds)].mean()),
+        "tabular": of_worlds(tabular, worlds).mean(axis=0).tolist(),
+    }
 
 
 def tabular_returns(

@@ -15,7 +15,6 @@ import numpy as np
 
 from data.agents.dark_room import ROOMS, DarkRoom, one_hot
 from data.agents.environments import Environment, check_simulator
-from data.agents.hidden_physics import HiddenPhysics
 from data.agents.trajectory_file import TrajectoryFile
 
 
@@ -38,7 +37,6 @@ class Stage:
 
     Args:
       task: domain and task.
-      hidden: physics of each row, as described; None where they are dm_control's.
       seeds: int (E, episodes), of the beginnings of the rows' episodes.
       action_repeat: steps that an action is held for; their rewards add up.
     """
@@ -46,13 +44,11 @@ class Stage:
     def __init__(
         self,
         task: tuple[str, str],
-        hidden: Sequence[Any],
         seeds: np.ndarray,
         action_repeat: int = 1,
     ):
         self._seeds, self._action_repeat = seeds, action_repeat
-        physics = [None if each is None else HiddenPhysics.of(each) for each in hidden]
-        self._environments = [Environment(*task, each) for each in physics]
+        self._environments = [Environment(*task) for _ in seeds]
 
     def begin(self, number: int) -> np.ndarray:
         pairs = zip(self._environments, self._seeds[:, number].tolist(), strict=True)
@@ -180,13 +176,9 @@ def stage(
         room = ROOMS[index["task"]]
         return DarkRoomStage(room, room.goals[worlds])
     check_simulator()
-    described = index.get("worlds_described")
-    hidden = [described[world] if described else None for world in worlds]
     task, count = (index["domain"], index["task"]), min(processes, len(worlds))
     shares = [
-        functools.partial(
-            Stage, task, [hidden[row] for row in rows], seeds[rows], file.action_repeat
-        )
-        for rows in np.array_split(np.arange(len(worlds)), count)
+        functools.partial(Stage, task, some, file.action_repeat)
+        for some in np.array_split(seeds, count)
     ]
     return shares[0]() if count == 1 else SharedStage(shares)
