@@ -28,9 +28,10 @@ def get_config() -> ml_collections.ConfigDict:
     # "transformer", which reads chains of episodes (one in a chain: a Decision
     # Transformer); or "perceptron", of the present state only (behaviour cloning).
     config.agent.method = "transformer"
-    # Of the trajectories: columns, and the most steps of an episode.
-    config.agent.observation_size = 24
-    config.agent.action_size = 6
+    # Columns of the trajectories; 0: as many as they have.
+    config.agent.observation_size = 0
+    config.agent.action_size = 0
+    # The most steps of an episode.
     config.agent.episode_steps = 1000
     # Episodes in a context.
     config.agent.chain_length = 4
@@ -38,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     # is known before the action: then action and reward are those of the step before.
     config.agent.step_tokens = 4
     # "continuous", in [-1, 1], of which the mean is predicted; "binned", the same, with
-    # logits of action_bins values of each number; or "discrete", one of action_size.
+    # logits of action_bins values of each number; or "discrete", one of several.
     config.agent.action_kind = "continuous"
     config.agent.action_bins = 21
     # Whether the model reads the return-to-go.
@@ -49,8 +50,6 @@ def get_config() -> ml_collections.ConfigDict:
     # from the causal mask and the time within an episode, contexts may be longer than
     # in training, and config.rope_scaling is ignored.
     config.agent.reads_positions = True
-    # Whether tokens embed the rank of their episode in its chain.
-    config.agent.rank_embedding = False
 
     # Directory made by tools/pack_exorl.py or make_dark_room.py.
     config.data.trajectories = ""
@@ -64,8 +63,6 @@ def get_config() -> ml_collections.ConfigDict:
     # For chain_order="learnt": every second chain starts at a random episode within
     # this fraction of the history; 0 disables.
     config.data.latest_begin = 0.0
-    # Episodes with supervised actions: "all", or the "last" of a chain.
-    config.data.loss_on = "all"
     # Predicted: "actions", as they were taken; or "targets", the best actions instead.
     config.data.predict = "actions"
     # Of a chain, which is striped by whole steps.
@@ -74,7 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
     return config.lock()
 
 
-def get_small_agent(layers: int) -> ml_collections.ConfigDict:
+def small_agent(layers: int) -> ml_collections.ConfigDict:
     """Returns the config of an agent of width 64 with these layers, not locked."""
     config = get_config().unlock()
     config.model.hidden_size = 64
@@ -91,6 +88,21 @@ def get_small_agent(layers: int) -> ml_collections.ConfigDict:
     return config
 
 
+def set_agent(config: ml_collections.ConfigDict, agent: str, episodes: int) -> int:
+    """Makes a config that of one of AGENTS; returns the episodes in its context.
+
+    episodes: where the agent reads several.
+    """
+    method, order, predicted, reads_returns, share = AGENTS[agent]
+    config.agent.method = method
+    config.agent.chain_length = 1 if agent in ("dt", "bc") else episodes
+    config.agent.reads_returns = reads_returns
+    config.data.top_share = share
+    config.data.chain_order = order
+    config.data.predict = predicted
+    return config.agent.chain_length
+
+
 def learns_in_context(
     agent: str, steps: int, episodes: int
 ) -> ml_collections.ConfigDict:
@@ -102,26 +114,19 @@ def learns_in_context(
 
     steps: of an episode. episodes: in a context, where the agent reads several.
     """
-    method, order, predicted, reads_returns, share = AGENTS[agent]
-    episodes = 1 if agent in ("dt", "bc") else episodes
-    config = get_small_agent(layers=4)
+    config = small_agent(layers=4)
+    episodes = set_agent(config, agent, episodes)
     # A core works on a half of the rows: 1.6 times the updates of one device's threads.
     config.simulated_devices = 2
     config.mesh.data = 2
     config.mesh.ring = 1
-    config.agent.method = method
     config.agent.episode_steps = steps
-    config.agent.chain_length = episodes
     config.agent.step_tokens = 1
     config.stripe_granule = 1
     config.agent.reads_positions = False
-    config.agent.reads_returns = reads_returns
     config.data.context_tokens = steps * episodes
     config.data.batch_rows = 9600 // (steps * episodes)
     config.data.held_out_share = 0.2
-    config.data.top_share = share
-    config.data.chain_order = order
-    config.data.predict = predicted
     config.optimizer.peak_lr = 2e-3
     config.optimizer.warmup_steps = 100
     config.optimizer.beta2 = 0.99

@@ -30,6 +30,8 @@ def get_config(trajectories: str = "32") -> ml_collections.ConfigDict:
     config.remat = "nothing"
     config.attention_parts = 4  # all heads at once do not fit on a chip of 16 GiB
 
+    config.agent.observation_size = 24  # a walker's
+    config.agent.action_size = 6
     config.agent.episode_steps = STEPS
     config.agent.chain_length = int(trajectories)
     config.model.hidden_size = 1024

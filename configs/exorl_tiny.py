@@ -14,17 +14,10 @@ Expected: losses fall; returns stay low, as those of the data, which are noise.
 
 import ml_collections
 
-from configs.agents import get_small_agent
+from configs.agents import set_agent, small_agent
 
-# domain: (task, observation size, action size)
-_DOMAINS = {"cartpole": ("swingup", 5, 1), "walker": ("stand", 24, 6)}
-# method: (model, episodes in a context, rows in a batch, share of the steps, updates)
-_METHODS = {
-    "at": ("transformer", 4, 2, 1.0, 300),
-    "dt": ("transformer", 1, 8, 1.0, 300),
-    "bc": ("perceptron", 1, 8, 0.1, 1000),
-}
-_NAMES = [f"{domain}/{method}" for domain in _DOMAINS for method in _METHODS]
+_TASKS = {"cartpole": "swingup", "walker": "stand"}
+_NAMES = [f"{domain}/{method}" for domain in _TASKS for method in ("at", "dt", "bc")]
 
 
 def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
@@ -36,28 +29,22 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     if name not in _NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     domain, method = name.split("/")
-    task, observation_size, action_size = _DOMAINS[domain]
-    model, chain_length, rows, share, steps = _METHODS[method]
-    config = get_small_agent(layers=3)
+    config = small_agent(layers=3)
+    episodes = set_agent(config, method, episodes=4)
     config.workdir = f"runs/exorl_tiny/{name}"
     config.simulated_devices = 4
 
-    config.agent.method = model
-    config.agent.observation_size = observation_size
-    config.agent.action_size = action_size
     config.agent.episode_steps = 200  # 1000 of the environment, five at a time
-    config.agent.chain_length = chain_length
     config.mesh.ring = 4
 
-    config.data.trajectories = f"trajectories/{domain}/scripted/{task}"
-    config.data.context_tokens = 800 * chain_length
-    config.data.batch_rows = rows
-    config.data.top_share = share
+    config.data.trajectories = f"trajectories/{domain}/scripted/{_TASKS[domain]}"
+    config.data.context_tokens = 800 * episodes
+    config.data.batch_rows = 8 // episodes
 
     config.optimizer.peak_lr = 1e-3
     config.optimizer.warmup_steps = 20
     config.optimizer.beta2 = 0.999
-    config.train.steps = steps
+    config.train.steps = 1000 if method == "bc" else 300
     config.train.log_every_steps = 10
     config.train.validate_every_steps = 100
     config.train.validation_batches = 2

@@ -16,8 +16,8 @@ import ml_collections
 
 from configs.agents import AGENTS, learns_in_context
 
-# room: (rows and columns, steps of an episode, episodes in a context, updates)
-_ROOMS = {"10x10": (20, 100, 6, 3000), "9x9": (18, 20, 20, 1000)}
+# room: (steps of an episode, episodes in a context, updates)
+_ROOMS = {"10x10": (100, 6, 3000), "9x9": (20, 20, 1000)}
 _NAMES = [f"{room}/{agent}" for room in _ROOMS for agent in AGENTS]
 
 
@@ -30,12 +30,10 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     if name not in _NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     room, agent = name.split("/")
-    seen, steps, episodes, updates = _ROOMS[room]
+    steps, episodes, updates = _ROOMS[room]
     recorded = "exploration" if agent == "dpt" else "history"
     config = learns_in_context(agent, steps, episodes)
     config.workdir = f"runs/icrl_dark_room/{name}"
-    config.agent.observation_size = seen
-    config.agent.action_size = 5
     config.agent.action_kind = "discrete"
     config.agent.return_scale = float(steps)
     config.data.trajectories = f"trajectories/dark_room/{room}/{recorded}"

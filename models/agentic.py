@@ -45,9 +45,8 @@ class Steps(Protocol):
     """Arrays that a model reads of the steps; `data.agents.chains.ChainBatch` has more.
 
     returns_to_go, rewards, completions: float32 (B, S). observations: float32 (B, S,
-    observation size), standardised. actions: float32 (B, S, A). timesteps, ranks,
-    positions: int32 (B, S), places in the episode, of the episode in its chain, and in
-    the chain.
+    observation size), standardised. actions: float32 (B, S, A). timesteps, positions:
+    int32 (B, S), places in the episode and in the chain.
     """
 
     returns_to_go: jax.Array
@@ -56,7 +55,6 @@ class Steps(Protocol):
     rewards: jax.Array
     completions: jax.Array
     timesteps: jax.Array
-    ranks: jax.Array
     positions: jax.Array
 
 
@@ -69,8 +67,6 @@ class AgentConfig(DecoderConfig):
     step_tokens: tokens of a step: 4, or 1 of all that is known before the action.
     action_kind, action_bins: see `Actions`.
     reads_returns: whether the return that is left to reach is read, or 0.
-    rank_embedding: whether a token encodes the place of its episode in the chain: then
-      a model need not look at the episodes before to act better in later ones.
     """
 
     observation_size: int = field(kw_only=True)
@@ -82,7 +78,6 @@ class AgentConfig(DecoderConfig):
     action_kind: str = field(default=KINDS[0], kw_only=True)
     action_bins: int = field(default=BINS, kw_only=True)
     reads_returns: bool = field(default=True, kw_only=True)
-    rank_embedding: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,8 +146,6 @@ class Agent(Decoder):
         # One row for each of the four: also the bias of its embedding.
         self.modality_embedding = table(PARTS_OF_A_STEP)
         self.timestep_embedding = table(config.episode_steps)
-        if config.rank_embedding:
-            self.rank_embedding = table(config.chain_length)
         self.embedding_norm = LayerNorm(embed, config.norm_epsilon)
         head = (embed, config.actions.predicted_size)
         self.action_head = matrix(rngs, head, (None, None), INITIAL_STDDEV)
@@ -189,7 +182,6 @@ class Agent(Decoder):
             steps.actions,
             jnp.stack([steps.rewards, steps.completions], axis=-1),
             steps.timesteps,
-            steps.ranks,
         )
         linears = (
             self.return_embedding,
@@ -197,11 +189,9 @@ class Agent(Decoder):
             self.action_embedding,
             self.reward_embedding,
         )
-        tables = [self.timestep_embedding]
-        if self.config.rank_embedding:
-            tables.append(self.rank_embedding)
         norm = self.embedding_norm
-        parameters = *linears, self.modality_embedding, norm.scale, norm.bias, *tables
+        rest = self.modality_embedding, self.timestep_embedding, norm.scale, norm.bias
+        parameters = *linears, *rest
 
         partition, dtype = self.partition, self.execution.compute_dtype
         count = self.config.step_tokens
@@ -209,20 +199,17 @@ class Agent(Decoder):
 
         def local(*arguments: jax.Array) -> jax.Array:
             arguments = [partition.vary(argument) for argument in arguments]
-            *weights, modality, scale, bias = arguments[len(arrays) : -len(tables)]
-            rows = arguments[-len(tables) :]
+            *weights, modality, table, scale, bias = arguments[len(arrays) :]
 
             def tokens(steps: tuple[jax.Array, ...]) -> jax.Array:
-                returns, *values, timesteps, ranks = steps
+                returns, *values, timesteps = steps
                 values = zip((returns[:, None], *values), weights, strict=True)
                 # (steps, 4, E)
                 x = jnp.stack([value @ weight for value, weight in values], axis=1)
                 x += modality
                 if count == 1:
                     x = x.sum(axis=1, keepdims=True)
-                places = (timesteps, ranks)[: len(tables)]
-                for place, table in zip(places, rows, strict=True):
-                    x += jnp.take(table, place, axis=0, mode="clip")[:, None]
+                x += jnp.take(table, timesteps, axis=0, mode="clip")[:, None]
                 x = _normalise(x, scale, bias, norm.epsilon)
                 # What varies is summed over the shards of the heads below.
                 return (x / partition.shards("heads")).astype(dtype)

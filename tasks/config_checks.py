@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from data.agents.chains import LOSS_ON, ORDERS, PREDICTED
+from data.agents.chains import ORDERS, PREDICTED
 from data.rows import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
@@ -105,8 +105,7 @@ def _names(config: ml_collections.ConfigDict) -> Iterator[str]:
         "lora.base_dtype": ("", *COMPUTE_DTYPES),
     }
     if config.task == "exorl":
-        known |= {"data.chain_order": ORDERS, "data.loss_on": LOSS_ON}
-        known["data.predict"] = PREDICTED
+        known |= {"data.chain_order": ORDERS, "data.predict": PREDICTED}
     for name, choices in known.items():
         value = _get(config, name)
         if value not in choices:

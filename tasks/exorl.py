@@ -42,7 +42,6 @@ DATA_FIELDS = (
     "top_share",
     "chain_order",
     "latest_begin",
-    "loss_on",
     "predict",
 )
 """Fields of config.data that only this task reads."""
@@ -64,15 +63,22 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
 
     Raises:
       ValueError: an unknown method, or sizes that make no model.
+      FileNotFoundError, ValueError: as `trajectories.sizes`.
     """
     agent = config.agent
     if agent.method not in METHODS:
         raise ValueError(f"{config.agent.method=} must be one of {', '.join(METHODS)}")
+    ends = trajectories.sizes(config)
     if agent.method == "perceptron":
         layers = config.model.hidden_size, config.model.num_layers
-        ends = agent.observation_size, agent.action_size, agent.chain_length
-        return ClonerConfig(*layers, *ends, agent.action_kind, agent.action_bins)
-    given = config.model.to_dict() | agent.to_dict()
+        return ClonerConfig(
+            *layers,
+            **ends,
+            chain_length=agent.chain_length,
+            action_kind=agent.action_kind,
+            action_bins=agent.action_bins,
+        )
+    given = config.model.to_dict() | agent.to_dict() | ends
     known = {field.name for field in dataclasses.fields(AgentConfig)}
     fields = {name: value for name, value in given.items() if name in known}
     scaling = RopeScaling(**config.rope_scaling) if agent.reads_positions else UNTURNED
@@ -165,9 +171,8 @@ class AgentRun(Run):
     @functools.cached_property
     def batch_like(self) -> ChainBatch:
         """Shape, dtype and sharding of a batch's arrays."""
-        agent = self.config.agent
-        sizes = dict.fromkeys(("actions", "targets"), (agent.action_size,))
-        sizes["observations"] = (agent.observation_size,)
+        sizes = dict.fromkeys(("actions", "targets"), (self.sizes.action_size,))
+        sizes["observations"] = (self.sizes.observation_size,)
 
         def array(name: str) -> jax.ShapeDtypeStruct:
             whole = *self.shape, *sizes.get(name, ())
@@ -276,7 +281,6 @@ class AgentRun(Run):
             config.seed if split == "train" else HELD_OUT_SEED,
             order=config.data.chain_order,
             latest_begin=config.data.latest_begin,
-            loss_on=config.data.loss_on,
             predict=config.data.predict,
             of_step_before=config.agent.step_tokens == 1,
             multiple=steps,
@@ -304,4 +308,6 @@ class AgentRun(Run):
         data = {name: file.index[name] for name in names}
         data["action_repeat"] = file.action_repeat
         sizes = identity(self.sizes, always=["rope_scaling"])
+        if not self.is_perceptron:
+            sizes["rank_embedding"] = False  # as in checkpoints that might have had one
         return {"model": sizes, "trajectories": data}

@@ -13,7 +13,7 @@ import ml_collections
 from configs import agents, base
 from data.json_text import parse_json, short
 from tasks.config_errors import fields_by_name
-from training.record import PINNED, RUN
+from training.record import PINNED, RUN, is_old
 from training.stored_step import is_named
 from training.workdir import place_of, replace_text
 
@@ -78,6 +78,7 @@ def read(workdir: str) -> ml_collections.ConfigDict:
         if not isinstance(found, dict):
             raise ValueError(f"it must hold a JSON object, got {short(found)}")
         found = fields_by_name(ml_collections.ConfigDict(found))
+        found = {name: x for name, x in found.items() if not is_old(name, x)}
     except ValueError as error:
         raise ValueError(f"{path} is not JSON of a config ({error})") from error
     all_fields = agents.get_config()

@@ -12,6 +12,9 @@ from data.agents.chains import hold_out
 from data.agents.trajectory_file import TrajectoryFile, top_episodes
 from tasks.config_errors import names_fields
 
+SIZES = ("observation_size", "action_size")
+"""Fields of config.agent that are 0 where the trajectories say them."""
+
 
 def directory(config: ml_collections.ConfigDict) -> Path:
     """Returns the directory of the packed trajectories.
@@ -47,11 +50,11 @@ def opened(config: ml_collections.ConfigDict) -> TrajectoryFile:
     """
     file = TrajectoryFile.open(directory(config))
     agent, longest = config.agent, int(file.lengths.max())
-    for name in ("observation_size", "action_size"):
-        if agent[name] != getattr(file, name):
+    for name in SIZES:
+        if agent[name] not in (0, getattr(file, name)):
             raise ValueError(
                 f"config.agent.{name}={agent[name]}, but {file.directory} has "
-                f"{getattr(file, name)}: set the config to that"
+                f"{getattr(file, name)}: set the config to that, or to 0"
             )
     if longest > agent.episode_steps:
         raise ValueError(
@@ -59,6 +62,19 @@ def opened(config: ml_collections.ConfigDict) -> TrajectoryFile:
             f"{longest} steps: set the config to that, and context_tokens to hold it"
         )
     return file
+
+
+def sizes(config: ml_collections.ConfigDict) -> dict[str, int]:
+    """Returns the config's numbers of SIZES; where one is 0, the trajectories'.
+
+    Raises:
+      FileNotFoundError, ValueError: as `opened`, where they are needed.
+    """
+    found = {name: config.agent[name] for name in SIZES}
+    if all(found.values()):
+        return found
+    file = opened(config)
+    return {name: getattr(file, name) for name in SIZES}
 
 
 def of_split(

@@ -87,9 +87,16 @@ def test_a_config_is_complete_and_comes_back_and_no_device_holds_it_all(name, tm
     assert typed(run_config.read(str(tmp_path))) == typed(config)
 
 
+def with_sizes(config: ml_collections.ConfigDict) -> None:
+    """Says what would be read from trajectories."""
+    if not config.agent.observation_size:
+        config.agent.update(observation_size=3, action_size=2)
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     config = load(name)
+    with_sizes(config)
     run, agent = AgentRun(config, partition_of(config)), config.agent
     model, (rows, steps) = run.model, run.shape
     assert run.batch_like.observations.shape == (rows, steps, agent.observation_size)
@@ -115,6 +122,7 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
 def test_every_small_agent_is_a_config(stem, names, episodes):
     for name in names:
         config = MODULES[stem].get_config(name)
+        with_sizes(config)
         model = AgentRun(config, partition_of(config)).model
         assert model.config.chain_length == episodes.get(name.split("/")[-1], 1)
         assert config.workdir == f"runs/{stem}/{name}"
@@ -269,15 +277,20 @@ def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):
 
 
 def test_fields_of_agents_are_those_of_agents(tmp_path):
-    """Older programs wrote them into the configs of text too, and others."""
-    data = {"predict": "targets", "threads": 2, "buffered_steps": 9}
-    old = {"agent": {"chain_length": 2}, "data": data}
+    """Older programs wrote them into the configs of text too, and some that went."""
+    old = {"agent": {"chain_length": 2, "rank_embedding": False}}
+    old["data"] = {"predict": "targets", "threads": 2, "loss_on": "all"}
+    old["data"]["buffered_steps"] = 9
     for kind in ("text", "exorl"):
         (tmp_path / "config.json").write_text(json.dumps(old | {"task": kind}))
         found = run_config.read(str(tmp_path))
         assert (found.task, found.data.threads) == (kind, 2)
         assert ("agent" in found) == ("predict" in found.data) == (kind == "exorl")
     assert (found.agent.chain_length, found.data.predict) == (2, "targets")
+    old["data"]["loss_on"] = "last"
+    (tmp_path / "config.json").write_text(json.dumps(old | {"task": "exorl"}))
+    with pytest.raises(ValueError, match="does not know: data.loss_on"):
+        run_config.read(str(tmp_path))
 
 
 @pytest.mark.parametrize("content, said", pairs("runs.txt", "wrong"))

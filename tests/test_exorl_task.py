@@ -107,14 +107,14 @@ def test_a_run_is_refused_where_others_are_held_out_or_data_differ(run, file, tm
 
 
 def test_tokens_and_pairs_are_those_of_real_steps(file):
-    config = config_of(data__loss_on="last")
-    batch = chains_of(file, config, loss_on="last")
+    config = config_of()
+    batch = chains_of(file, config)
     loss = AgentRun.of(config, jax.devices()[:4]).objective
     tokens, pairs, weights = jax.jit(loss.count, compiler_options=QUICK)(batch)
     real = 4 * 2 * EPISODE_STEPS  # tokens of a row
     assert float(tokens) == 2 * real
     assert float(pairs) == 2 * real * (real + 1) / 2
-    assert weights.tolist() == [0, 2 * EPISODE_STEPS]
+    assert weights.tolist() == [2 * EPISODE_STEPS] * 2
     config.model.update(layer_pattern="wf", window=5, num_layers=3)
     of_window = sum(min(n, 5) for n in range(1, real + 1))
     mean = (2 * of_window + real * (real + 1) / 2) / 3

@@ -24,6 +24,9 @@ PLACES = ("data.corpus", "data.trajectories")
 PINNED = ("seed", "data")
 """Settings that decide which data a step reads."""
 
+REMOVED = {"agent.rank_embedding": False, "data.loss_on": "all"}
+"""Settings that only older programs had, with the values that all runs have now."""
+
 _PLAIN = {
     "optimizer.name": "adamw",
     "optimizer.moments": "float32",
@@ -81,6 +84,7 @@ def _compare(
     say: Callable[[str], None],
 ) -> None:
     """Logs every change; refuses those of the optimizer, and of what a step reads."""
+    saved = {name: value for name, value in saved.items() if not is_old(name, value)}
     before, now = _optimizer(saved), _optimizer(settings)
     if before != now:
         raise ValueError(
@@ -106,6 +110,11 @@ def _compare(
         )
     for name, (before, now) in changes.items():
         say(f"changed since step {step}: {name}: {before} -> {now}")
+
+
+def is_old(name: str, value: Any) -> bool:
+    """Returns whether a setting is one of REMOVED that changes nothing."""
+    return name in REMOVED and value == REMOVED[name]
 
 
 def _optimizer(settings: Mapping[str, Any]) -> str:

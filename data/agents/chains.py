@@ -22,7 +22,6 @@ from data.agents.trajectory_file import TrajectoryFile
 
 ORDERS = ("ascending", "drawn", "learnt")
 PREDICTED = ("actions", "targets")
-LOSS_ON = ("all", "last")
 PLACES = ("timesteps", "ranks", "positions")
 """Fields of a batch that are whole numbers."""
 # Added to standard deviations, as the Decision Transformer does.
@@ -102,7 +101,6 @@ class Chains:
     latest_begin: of what is learnt, up to which share of the episodes that a chain can
       do without every second chain begins later than at the first: 0 to 1. So an
       agent that has acted for longer than a context knows how it goes on.
-    loss_on: "all" steps, or those of the "last" trajectory of a chain, its best.
     predict: the "actions" that were taken, or the "targets" in their place.
     of_step_before: whether actions, rewards and completions are those of the step
       before, and 0 at the beginning of an episode: for agents whose token of a step
@@ -119,7 +117,6 @@ class Chains:
     seed: int
     order: str = "ascending"
     latest_begin: float = 0.0
-    loss_on: str = "all"
     predict: str = "actions"
     of_step_before: bool = False
     multiple: int = 1
@@ -183,7 +180,6 @@ class Chains:
         observations, actions, targets, rewards = self._steps(steps)
         best = returns.max()
         reached = (timesteps + 1 == lengths[ranks]) & (returns[ranks] >= best)
-        counts = real if self.loss_on == "all" else real & (ranks == len(chain) - 1)
         if self.of_step_before:
             begins = timesteps == 0
             _, actions, _, rewards = self._steps(np.where(begins, steps, steps - 1))
@@ -200,7 +196,7 @@ class Chains:
             timesteps=timesteps,
             ranks=ranks,
             positions=index,
-            loss_weights=counts,
+            loss_weights=real,
         )
         return _padded(batch, real)
 

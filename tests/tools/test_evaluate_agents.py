@@ -29,7 +29,7 @@ from training.weights import SavedParameters, save_parameters
 REPEAT = 250  # of 1000 steps
 EPISODES, ROWS = 2, 20
 # A cart-pole whose episodes have four steps.
-TASK = SMALL | {"agent.observation_size": 5, "agent.action_size": 1}
+TASK = SMALL | {"agent.observation_size": 0, "agent.action_size": 0}
 TASK |= {"agent.episode_steps": 1000 // REPEAT, "data.context_tokens": 32}
 TASK |= {"mesh.data": 4, "mesh.ring": 2, "simulated_devices": 0}
 ROOM = {"model.hidden_size": 16, "model.feed_forward_size": 24, "model.num_layers": 2}
@@ -40,12 +40,12 @@ ROOM |= {"data.batch_rows": 8, "mesh.data": 2, "mesh.ring": 4}
 
 def saved(directory, config, fields, file) -> list[str]:
     """Flags of an agent that was not trained, whose parameters are saved."""
+    fields = fields | {"data.trajectories": f"{directory}/trajectories"}
     config.update_from_flattened_dict(fields)
     run = AgentRun.of(config, jax.devices())
     parameters = drawn(run.model, run.partition)
     save_parameters(directory / "run", parameters, run.fingerprint(file))
     fields = fields | {"workdir": f"{directory}/run"}
-    fields |= {"data.trajectories": f"{directory}/trajectories"}
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 

@@ -43,6 +43,18 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(before, now, said)
         assert "\n" not in message
 
 
+def test_a_setting_that_went_is_no_change_where_it_changed_nothing():
+    said = []
+    for old in "all", "last":
+        saved = {7: {record.RUN: "a", record.SETTINGS: {"data.loss_on": old}}}
+        if old == "all":
+            record.continued(saved, {}, (), said.append)
+            continue
+        with pytest.raises(ValueError, match="data.loss_on: saved last, this run no"):
+            record.continued(saved, {}, (), said.append)
+    assert said == []
+
+
 # Says for each case what the processes agree on, or what they say that differs.
 PROGRAM = """
 import contextlib, json, os, sys

@@ -75,7 +75,7 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
                 raise ValueError(
                     f"--{option} is for agents of several episodes in a context"
                 )
-    elif agent.reads_positions or agent.rank_embedding:
+    elif agent.reads_positions:
         if longest > agent.chain_length:
             drawn = longest - 1 in options.random
             given = f"--random {longest - 1}" if drawn else f"--episodes {longest}"
