@@ -139,11 +139,10 @@ def reader(
     shape, ring = run.shape, run.partition.ring_size
     index = np.tile(order(run.layout, ring, shape[1]), (shape[0], 1))
     parts = shape[1].bit_length() + 1
-    program = token_losses(run)
-    reading = {name: run.config.data[name] for name in ("threads", "buffered_steps")}
+    program, threads = token_losses(run), run.config.data.threads
 
     def sums(parameters: Any) -> Iterator[np.ndarray]:
-        with contextlib.closing(iterate(batches, **reading)) as steps:
+        with contextlib.closing(iterate(batches, threads=threads)) as steps:
             for step, blocks in itertools.islice(steps, count):
                 batch = place(blocks, run.sharding, shape)
                 losses = np.asarray(program(parameters, batch), np.float64)
