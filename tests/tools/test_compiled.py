@@ -274,7 +274,7 @@ def roofline(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Roof
     if body:
         lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
         text += f"\nENTRY %main () -> f32[] {{\n{lines}}}"
-    return Roofline(text, Program.parse(text, 4), chip, elsewhere)
+    return Roofline(Program.parse(text, 4), chip, elsewhere)
 
 
 def total(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Work:

@@ -128,7 +128,7 @@ def test_instructions_make_the_flops_of_the_sizes_and_those_of_rematerialisation
     text = compiled.as_text()
     program = Program.parse(text, RING)
     endless = dataclasses.replace(step.pod.chip, hbm_bytes_per_second=math.inf)
-    work = Roofline(text, program, endless, {}).total
+    work = Roofline(program, endless, {}).total
     layer = 4 * MODEL.hidden_size**2 + 3 * MODEL.hidden_size * MODEL.feed_forward_size
     head = MODEL.hidden_size * MODEL.vocab_size
     flops = 2 * TOKENS * 3 * (LAYERS * layer + head)

@@ -15,10 +15,8 @@ operand, and is waited for.
 """
 
 import dataclasses
-import enum
 import functools
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,21 +28,12 @@ from tools.lib.compiled.hlo_instructions import (
     Instruction,
     read_instruction,
 )
-from tools.lib.compiled.hlo_text import HEAD
+from tools.lib.compiled.hlo_text import Computation, read
 
 _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
 _FUSED_PRODUCT = "async_collective_fusion"
 _FUSED_SCATTER = "all-reduce-scatter"
-_NAME = re.compile(r"%([\w.-]+)")
-
-
-class Fused(enum.Enum):
-    """The three computations in which a collective fused with a product is printed."""
-
-    START = enum.auto()
-    PRODUCT = enum.auto()
-    DONE = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -86,15 +75,12 @@ class Collective:
 class Program:
     """Collectives, kernels and loops of a scheduled program.
 
-    computations: by name, each in its order.
-    bounds: by name of a loop's condition, the bound of its counter.
-    operands: of all instructions of computations with transfers, by names, in order.
+    computations: by name, each in its order. text: the same, with all operations.
     """
 
     entry: str
     computations: dict[str, tuple[Instruction, ...]]
-    bounds: dict[str, int] = field(default_factory=dict)
-    operands: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    text: dict[str, Computation] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str, devices: int) -> "Program":
@@ -105,53 +91,27 @@ class Program:
         Raises:
           ValueError: the text holds no program.
         """
-        computations: dict[str, list[Instruction]] = {}
-        bounds: dict[str, int] = {}
-        operands: dict[str, dict[str, list[str]]] = {}
-        fused: dict[str, Fused] = {}
-        entry = name = ""
-        lines: list[str] = []
-        for line in text.splitlines():
-            head = HEAD.match(line)
-            if head:
-                name, lines = head[2], []
-                computations[name], operands[name] = [], {}
-                if name.startswith(_FUSED_PRODUCT):
-                    fused[name] = Fused.PRODUCT
-                entry = name if head[1] else entry
-            elif name:
-                lines.append(line)
-                result, *used = _NAME.findall(line) or [""]
-                operands[name][result] = used
-                instruction = read_instruction(line, devices)
-                if instruction:
-                    computations[name].append(instruction)
-                elif _is_loop_condition(line):
-                    bounds |= _bound(name, line, lines)
-                elif part := _fused_part(line):
-                    fused[name] = part
+        entry, computations = read(text)
         if not entry:
             raise ValueError(f"no scheduled HLO program in {text[:80]!r}")
-        frozen = {
-            name: tuple(_fused_once(name, found, fused.get(name)))
-            for name, found in computations.items()
+        found = {
+            name: tuple(_fused_once(name, computation, devices))
+            for name, computation in computations.items()
         }
-        frozen = {
-            name: tuple(_offloaded(found, frozen)) for name, found in frozen.items()
-        }
-        with_transfers = {
-            name: operands[name]
-            for name, found in frozen.items()
-            if any(one.kind == TRANSFER and one.phase == "start" for one in found)
-        }
-        return cls(entry, frozen, bounds, with_transfers)
+        found = {name: tuple(_offloaded(one, found)) for name, one in found.items()}
+        return cls(entry, found, computations)
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns a loop's trip count; None if that is not in the program.
 
         A bound counts as the trips: JAX's scans count from 0, in ones.
         """
-        return self.bounds.get(loop.condition) if loop.trips is None else loop.trips
+        end = self.text.get(loop.condition)
+        if loop.trips is not None or end is None or "direction=LT" not in end.root.rest:
+            return loop.trips
+        bound = end.operations.get(end.root.operands[-1])
+        is_known = bound is not None and bound.opcode == "constant"
+        return int(bound.rest.partition(")")[0]) if is_known else None
 
     @functools.cached_property
     def runs(self) -> dict[str, int]:
@@ -267,8 +227,8 @@ class Program:
             if one.phase == "done" or self._has_kernel(one)
         }
         found: dict[str, int] = {}
-        for result, used in self.operands.get(name, {}).items():
-            last = max((found.get(operand, -1) for operand in used), default=-1)
+        for result, operation in self.text[name].operations.items():
+            last = max((found.get(one, -1) for one in operation.operands), default=-1)
             found[result] = events.get(result, last)
         return found
 
@@ -287,30 +247,27 @@ class Program:
         )
 
 
-def _is_loop_condition(line: str) -> bool:
-    return "ROOT" in line and "direction=LT" in line
-
-
-def _fused_part(line: str) -> Fused | None:
-    if _FUSED_DONE in line:
-        return Fused.DONE
-    return Fused.START if _FUSED_START in line else None
-
-
 def _fused_once(
-    name: str, found: list[Instruction], part: Fused | None
+    name: str, computation: Computation, devices: int
 ) -> Iterator[Instruction]:
     """Yields a computation's instructions; a fused collective only where it is done."""
-    for instruction in found:
+    operations = computation.operations.values()
+    is_done = any(_FUSED_DONE in one.rest for one in operations)
+    is_begun = name.startswith(_FUSED_PRODUCT) or any(
+        _FUSED_START in one.rest for one in operations
+    )
+    for instruction in (read_instruction(one, devices) for one in operations):
+        if instruction is None:
+            continue
         if name.startswith(_FUSED_SCATTER) and instruction.kind == "all-reduce":
             kept = instruction.size // instruction.group
             instruction = dataclasses.replace(
                 instruction, kind="reduce-scatter", size=kept
             )
-        if part is None or instruction.kind not in COLLECTIVES:
-            yield instruction
-        elif part is Fused.DONE:
+        if instruction.kind in COLLECTIVES and is_done:
             yield dataclasses.replace(instruction, phase="fused")
+        elif instruction.kind not in COLLECTIVES or not is_begun:
+            yield instruction
 
 
 def _offloaded(
@@ -355,16 +312,3 @@ def _collective(
     return Collective(
         result.name, result.kind, sent, group, times, hidden_share, is_asynchronous
     )
-
-
-def _bound(name: str, root: str, lines: list[str]) -> dict[str, int]:
-    """Returns the bound of a condition's counter, by the condition's name."""
-    operands = re.search(r" compare\((.*?)\)", root)
-    constant = operands and operands[1].split(",")[-1].split("%")[-1].strip()
-    for line in lines:
-        found = re.match(
-            rf"\s+%?{re.escape(constant or '')} = \S+ constant\((\d+)\)", line
-        )
-        if found:
-            return {name: int(found[1])}
-    return {}

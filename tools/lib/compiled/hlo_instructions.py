@@ -1,10 +1,10 @@
-"""Reads those lines of HLO text that are collectives, kernels, loops and calls."""
+"""Reads those operations of HLO text that are collectives, kernels, loops and calls."""
 
 import math
 import re
 from dataclasses import dataclass
 
-from tools.lib.compiled.hlo_text import CALLED, INSTRUCTION, arrays, called_by
+from tools.lib.compiled.hlo_text import Array, Operation
 
 COLLECTIVES = (
     "all-gather",
@@ -54,14 +54,12 @@ class Instruction:
     trips: int | None = None
 
 
-def read_instruction(line: str, devices: int) -> Instruction | None:
-    """Reads the instruction on a line, if it matters."""
-    match = INSTRUCTION.match(line)
-    if match is None:
-        return None
-    name, shape, opcode, rest = match.groups()
+def read_instruction(operation: Operation, devices: int) -> Instruction | None:
+    """Reads an operation, if it matters."""
+    name, opcode, rest = operation.name, operation.opcode, operation.rest
+    called, first = operation.called, next(iter(operation.operands), "")
     if opcode == "custom-call":
-        kernel = _KERNEL.search(line)
+        kernel = _KERNEL.search(f"{name} {rest}")
         if kernel is None or _PALLAS.search(rest) is None:
             return None
         return Instruction(name, "kernel", kernel=kernel[1])
@@ -71,23 +69,16 @@ def read_instruction(line: str, devices: int) -> Instruction | None:
         return Instruction(
             name,
             "loop",
-            called=tuple(CALLED.findall(rest)),
+            called=called,
             condition=condition[1] if condition else "",
             trips=int(trips[1]) if trips else None,
         )
     if opcode in _CALL_STEPS:
-        size = math.ceil(sum(a.bytes for a in arrays(shape)))
-        return Instruction(
-            name,
-            "call",
-            opcode.removeprefix("call-"),
-            first_operand=_first_operand(rest),
-            size=size if opcode == "call-done" else 0,
-            called=called_by(rest),
-        )
+        size = _size(operation.results) if opcode == "call-done" else 0
+        phase = opcode.removeprefix("call-")
+        return Instruction(name, "call", phase, first, size, called=called)
     if opcode in ("fusion", "call", "conditional", "async-start"):
-        runs = called_by(rest)
-        return Instruction(name, "call", called=runs) if runs else None
+        return Instruction(name, "call", called=called) if called else None
     phase = next((p for p in ("start", "done") if opcode.endswith(f"-{p}")), "")
     kind = opcode.removesuffix(f"-{phase}") if phase else opcode
     if kind not in COLLECTIVES:
@@ -95,20 +86,13 @@ def read_instruction(line: str, devices: int) -> Instruction | None:
     group = 0 if phase == "done" else _group(kind, rest, devices)
     if kind == TRANSFER and phase != "done" and "op_name=" not in rest:
         kind = SHIFT
-    return Instruction(
-        name,
-        kind,
-        phase,
-        first_operand=_first_operand(rest),
-        size=0 if phase == "start" else math.ceil(sum(a.bytes for a in arrays(shape))),
-        group=group,
-    )
+    size = 0 if phase == "start" else _size(operation.results)
+    return Instruction(name, kind, phase, first, size, group)
 
 
-def _first_operand(rest: str) -> str:
-    """Returns the name of an instruction's first operand; "" without one."""
-    operand = re.match(r"[^%)]*%?([\w.-]+)", rest)
-    return operand[1] if operand else ""
+def _size(results: tuple[Array, ...]) -> int:
+    """Returns the bytes of an operation's results."""
+    return math.ceil(sum(array.bytes for array in results))
 
 
 def _group(kind: str, rest: str, devices: int) -> int:

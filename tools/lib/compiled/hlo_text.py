@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 """First line of a computation: whether it is the entry, its name."""
 
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 """Name, result, opcode; operands and attributes."""
 
-CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 
 _ARRAY = re.compile(r"\b([a-z]+\d*)\w*\[([\d,]*)\](?:\{([\d,]*):?([^}]*)\})?")
 _BRANCHES = re.compile(
@@ -79,12 +79,6 @@ def arrays(result: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
-def called_by(attributes: str) -> tuple[str, ...]:
-    """Returns the names of the computations that an instruction runs."""
-    branches = " ".join(map("".join, _BRANCHES.findall(attributes)))
-    return (*CALLED.findall(attributes), *re.findall(r"[\w.-]+", branches))
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, text.split(","))))
 
@@ -104,7 +98,9 @@ class Operation:
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
-        return called_by(self.rest)
+        """Names of the computations that it runs."""
+        branches = " ".join(map("".join, _BRANCHES.findall(self.rest)))
+        return (*_CALLED.findall(self.rest), *re.findall(r"[\w.-]+", branches))
 
     @property
     def elements(self) -> int:
@@ -155,10 +151,10 @@ def read(text: str) -> tuple[str, dict[str, Computation]]:
     found: dict[str, Computation] = {}
     entry, here = "", Computation()
     for line in text.splitlines():
-        if head := HEAD.match(line):
+        if head := _HEAD.match(line):
             here = found[head[2]] = Computation()
             entry = head[2] if head[1] else entry
-        elif match := INSTRUCTION.match(line):
+        elif match := _INSTRUCTION.match(line):
             name, result, opcode, rest = match.groups()
             here.operations[name] = Operation(name, opcode, arrays(result), rest)
     return entry, found

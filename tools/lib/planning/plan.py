@@ -111,13 +111,12 @@ class Plan:
         compiled = step.compile()
         seconds = time.perf_counter() - start
         devices = step.pod.devices
-        text, chip = compiled.as_text(), step.pod.chip
-        program = Program.parse(text, len(devices))
+        program, chip = Program.parse(compiled.as_text(), len(devices)), step.pod.chip
         moved, work = program.collectives(), step.work()
         run, config = step.run, step.run.config
         attention = Attention.of(run, chip, program, step.documents)
         known = attention.by_name | synchronous_seconds(moved, chip)
-        roofline = Roofline(text, program, chip, known)
+        roofline = Roofline(program, chip, known)
         ring = transfers(program, attention.ways)
         found = kinds(moved, roofline.beside, chip)
         return cls(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from tools.lib.compiled.hlo import COLLECTIVES, Program
-from tools.lib.compiled.hlo_text import Array, Computation, Operation, read
+from tools.lib.compiled.hlo_text import Array, Computation, Operation
 from training.chips import Chip
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
@@ -86,19 +86,19 @@ class Roofline:
     """
 
     def __init__(
-        self, text: str, program: Program, chip: Chip, elsewhere: Mapping[str, float]
+        self, program: Program, chip: Chip, elsewhere: Mapping[str, float]
     ) -> None:
         """Reads a program.
 
-        program: the same, with its loops. elsewhere: seconds of kernels, and of
-          collectives that are not asynchronous, by their names.
+        elsewhere: seconds of kernels, and of collectives that are not asynchronous, by
+          their names.
         """
-        entry, self._computations = read(text)
+        self._computations = program.text
         self._program, self._chip, self._elsewhere = program, chip, elsewhere
         self._shares: dict[tuple[str, str, bool], float] = {}
         self._runs: dict[str, Work] = {}
         self.beside: dict[str, float] = {}
-        self.total = self._run(entry)
+        self.total = self._run(program.entry)
 
     def _run(self, name: str) -> Work:
         """Returns one run of a computation."""
