@@ -4,6 +4,10 @@
     python -m tools.tpu_schedule --chips v4 v5e v5p v6e --output schedules.json
     python -m tools.tpu_schedule --direction backward --regions 200
     python -m tools.tpu_schedule --soft-cap 50
+    python -m tools.tpu_schedule --chips v4 v5e v5p v6e --try rows=128,256,512,1024 \\
+        columns=128,256 ahead=0,1,2 behind=0,1,2
+    python -m tools.tpu_schedule --direction backward --chips v4 v5e v5p v6e \\
+        --try rows=128,256,512,1024
 
 Compiles our Pallas kernel for AOT topologies, finds the body of one full tile in its
 static schedule, and counts the bundles (VLIW instructions): its cycles, unless
@@ -11,6 +15,11 @@ something stalls. The count is exact and the same in every run. Of a tile that i
 computed in a loop it counts one iteration, and mxu_bound is too small by that factor.
 The branch that ends a body, and up to four bundles in its delay slots, are not counted.
 The tag v0.1-wide counts splash attention's and tokamax's bundles too.
+
+`--try` compiles all combinations of some fields of `TpuBlocks` beside the blocks of the
+table (`kernels/backends/tpu/block_sizes.py`), and prints the best as the line for it;
+pieces that do not divide the tile are left out. Each takes about 5 seconds of one core.
+The two grids above are those that the table was chosen from.
 
 No chip is faster than its peak, which schedules ignore: they may issue matmuls up to an
 eighth faster. At the peak (of a v5e: 197 TFLOP/s, 4 MXUs x 128 x 128 at 1.5 GHz) the
@@ -24,6 +33,7 @@ The output is a JSON list of rows. Keys: the fields of `Environment` in
 - kernel, ours, and libtpu, the compiler's version;
 - bodies, how many were counted, and bundles, of all of them;
 - kernels, the name and the bundles of each kernel in that sum;
+- blocks_rows ..., the fields of `TpuBlocks`, of those tried;
 - mxu_bound, the bundles that the MXU's work would fill by itself, and mxu_share;
 - used_mxu, used_xlu ...: slots of each unit that are used, VLOAD with its fills and
   VSTORE with its spills, and slots_mxu ...: those that a bundle has;
@@ -33,6 +43,7 @@ The output is a JSON list of rows. Keys: the fields of `Environment` in
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -45,7 +56,13 @@ from typing import Any
 
 import jax
 
-from kernels.backends.tpu.block_sizes import TpuBlocks
+from kernels.backends.tpu.block_sizes import (
+    TPU_BACKWARD,
+    TPU_BACKWARD_CAPPED,
+    TPU_FORWARD,
+    TPU_FORWARD_CAPPED,
+    TpuBlocks,
+)
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import ROOT, Environment, check_output, make_row
 from tools.lib.compiled.bundles import (
@@ -60,6 +77,15 @@ from tools.lib.compiled.tile_program import Compiled, Tile, write_request
 from tools.lib.files import write_json
 
 PROGRAM = "tools.lib.compiled.tile_program"
+
+TABLES = {
+    "forward": (TPU_FORWARD, TPU_FORWARD_CAPPED),
+    "backward": (TPU_BACKWARD, TPU_BACKWARD_CAPPED),
+}
+"""Blocks by chip, without and with a soft cap."""
+
+TRIED = {"forward": ("rows", "columns", "ahead", "behind"), "backward": ("rows",)}
+"""Fields of `TpuBlocks` that a full tile depends on, beside its own sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +112,7 @@ class Measurement:
         count = {name: self.bodies * body.bundles for name, body in bodies.items()}
         bundles = sum(count.values())
         bound = self.bodies * sum(body.mxu_bound for body in bodies.values())
+        blocks = dataclasses.asdict(self.blocks) if self.blocks else {}
         return make_row(
             {"kernel": "ours"},
             self.tile,
@@ -99,6 +126,7 @@ class Measurement:
             },
             {f"slots_{_key(unit)}": slots[unit] for unit in slots},
             {"vmem_bytes": max(self.compiled.vmem_bytes.values())},
+            {f"blocks_{name}": number for name, number in blocks.items()},
         )
 
 
@@ -154,12 +182,13 @@ def read_dump(folder: Path, kernel: str) -> Schedule:
     return read_schedule((folder / found[0][0]).read_text(), used.read_text())
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Formats rows as text."""
+def table(rows: Sequence[dict[str, Any]], fields: Sequence[str] = ()) -> str:
+    """Formats rows as text. fields: those of `TpuBlocks` to show."""
     units = [name.removeprefix("slots_") for name in rows[0] if "slots_" in name]
     titles = "bundles", "MXU bound", "MXU", "spills", "VMEM MiB"
     lines = [
         f"{'chip':6}{'tile':20}"
+        + "".join(f"{name:>14}" for name in fields)
         + "".join(f"{title:>10}" for title in titles)
         + "  "
         + " ".join(f"{unit.split('_')[-1]:>5}" for unit in units)
@@ -172,7 +201,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         )
         lines.append(
             f"{row['chip']:6}{row['block_q']:5} x {row['block_k']:<12}"
-            f"{row['bundles']:10.0f}"
+            + "".join(f"{row[f'blocks_{name}']:14}" for name in fields)
+            + f"{row['bundles']:10.0f}"
             f"{row['mxu_bound']:10.0f}{row['mxu_share']:10.1%}{spills:10.0f}"
             f"{row['vmem_bytes'] / 2**20:10.1f}  "
             + " ".join(f"{share:5.0%}" for share in use)
@@ -205,11 +235,40 @@ def region_lines(measured: Measurement, fewest: int) -> list[str]:
     return lines
 
 
+def candidates(tile: Tile, tried: dict[str, tuple[int, ...]]) -> list[TpuBlocks | None]:
+    """Returns the table's blocks for a tile's chip, and all that are tried and fit.
+
+    tried: numbers by field of `TpuBlocks`; other fields are as in the table. Without
+      any, None: the table's blocks for the tile.
+    """
+    if not tried:
+        return [None]
+    current = TABLES[tile.direction][tile.soft_cap is not None][tile.chip]
+    found = (
+        dataclasses.replace(current, **dict(zip(tried, numbers, strict=True)))
+        for numbers in itertools.product(*tried.values())
+    )
+    fitting = (
+        one
+        for one in found
+        if one.stacked_rows % one.rows == 0 and one.block_k % one.columns == 0
+    )
+    return list(dict.fromkeys([current, *fitting]))  # each once
+
+
+def _numbers(text: str) -> tuple[str, tuple[int, ...]]:
+    """Reads a field of `TpuBlocks` and the numbers to try."""
+    found = re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be as rows=128,256, got {text!r}")
+    return found[1], tuple(map(int, found[2].split(",")))
+
+
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
-    add("--direction", default="forward", choices=("forward", "backward"))
+    add("--direction", default="forward", choices=tuple(TABLES))
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     sizes = {
         "block-q": (1024, "query rows of the tile, those of a group stacked"),
@@ -225,32 +284,48 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--soft-cap", type=at_least(2**-10, float), help="of scores (default: none)"
     )
     parser.add_argument(
+        "--try",
+        dest="tried",
+        type=_numbers,
+        nargs="+",
+        default=[],
+        metavar="FIELD=N,N",
+        help="fields of TpuBlocks and the numbers to try",
+    )
+    parser.add_argument(
         "--regions", type=at_least(1), help="list regions of at least N bundles"
     )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
-    return parser.parse_args(arguments)
-
-
-def _tiles(chosen: argparse.Namespace) -> list[Tile]:
-    sizes = chosen.block_q, chosen.block_k, chosen.head_dim, chosen.dtype
-    problem = *sizes, chosen.group, chosen.length, False, chosen.soft_cap
-    return [Tile(chip, chosen.direction, *problem) for chip in chosen.chips]
+    chosen = parser.parse_args(arguments)
+    known = "stacked_rows", "block_k", *TRIED[chosen.direction]
+    for name, _ in chosen.tried:
+        if name not in known:
+            raise ValueError(
+                f"the {chosen.direction} kernel's full tiles have no {name}: try some "
+                f"of {', '.join(known)}"
+            )
+    return chosen
 
 
 def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
-    """Measures every chosen tile; returns measurements and failures."""
+    """Measures tiles, those of a chip with the fewest bundles first; and failures."""
     measured, failures = [], []
-    for tile in _tiles(chosen):
-        try:
-            measured.append(measure(tile, None))
-        except ValueError as error:
-            failures.append(str(error))
+    sizes = chosen.block_q, chosen.block_k, chosen.head_dim, chosen.dtype
+    for chip in dict.fromkeys(chosen.chips):
+        problem = *sizes, chosen.group, chosen.length, False, chosen.soft_cap
+        tile, found = Tile(chip, chosen.direction, *problem), []
+        for blocks in candidates(tile, dict(chosen.tried)):
+            try:
+                found.append(measure(tile, blocks))
+            except ValueError as error:
+                failures.append(f"{chip}: {error}")
+        measured += sorted(found, key=lambda one: one.row()["bundles"])
     return measured, failures
 
 
 @as_program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit status, 1 if anything failed, else 0."""
+    """Runs the program; returns its exit status, 1 if a chip has no result, else 0."""
     chosen = _arguments(arguments)
     if chosen.output:
         check_output(chosen.output)
@@ -272,10 +347,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in measured:
             print("\n".join(region_lines(each, chosen.regions)))
     if rows:
-        print(table(rows))
+        print(table(rows, [name for name, _ in chosen.tried]))
+    best = {each.tile.chip: each.blocks for each in reversed(measured)}
+    if chosen.tried:
+        print("\n".join(f"{chip}: {best[chip]}" for chip in sorted(best)))
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return 0 if best.keys() == {*chosen.chips} else 1
 
 
 if __name__ == "__main__":
