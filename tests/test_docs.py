@@ -149,7 +149,7 @@ def test_meshes_of_the_table_are_those_suggested(topology, rows, tokens, mesh):
     config = read_config(["--config=configs/tpuv4_7b.py"])
     config.data.batch_rows, config.data.context_tokens = int(rows), 1024 * int(tokens)
     pod = aot_pod(topology)
-    best, *_ = suggestions(config, pod.devices, pod.chip)
+    best, *_ = suggestions(config, len(pod.devices), pod.chip)
     sizes = [f"{axis} {size}" for axis, size in best.mesh.items() if size > 1]
     assert best.fits and sorted(sizes) == sorted(mesh.split(", "))
 

@@ -207,7 +207,7 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     if options.devices is not None:
         pod = pod.first(options.devices)
     if options.suggest:
-        found = suggestions(config, pod.devices, pod.chip, documents)
+        found = suggestions(config, len(pod.devices), pod.chip, documents)
         print("\n".join(describe_meshes(found[:MOST_MESHES], pod.chip)))
         what = {"topology": pod.topology, "documents": documents}
         what |= {"rows": config.data.batch_rows, "context": config.data.context_tokens}

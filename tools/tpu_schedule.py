@@ -312,7 +312,7 @@ def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
     measured, failures = [], []
     sizes = chosen.block_q, chosen.block_k, chosen.head_dim, chosen.dtype
     for chip in dict.fromkeys(chosen.chips):
-        problem = *sizes, chosen.group, chosen.length, False, chosen.soft_cap
+        problem = *sizes, chosen.group, chosen.length, chosen.soft_cap
         tile, found = Tile(chip, chosen.direction, *problem), []
         for blocks in candidates(tile, dict(chosen.tried)):
             try:

@@ -31,6 +31,7 @@ class Chip:
         schedule is read. v4 and v5p have two cores. A v6e has 2 units of 256 x 256 and
         counts 16: they take two rows a cycle, as heads of 256 fill as many slots as
         those of 128, and with one row the peak would ask for a clock of 3.5 GHz.
+      link_latency: seconds before the first byte of a transfer; 0 where nobody says.
       sparse_cores: whether the compiler lets SparseCores run collectives. Those of v4
         and earlier chips it does not.
     """
@@ -43,6 +44,7 @@ class Chip:
     interconnect_bytes_per_second: float
     matrix_units: int = 0
     sparse_cores: bool = False
+    link_latency: float = 0.0
 
     @property
     def bundles_per_second(self) -> float:

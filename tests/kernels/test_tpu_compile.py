@@ -40,13 +40,6 @@ from tools.lib.compiled.pods import compile_for, tpu_devices
 
 CHIPS = "v4", "v5e", "v5p", "v6e"
 LENGTHS = 1024, 4096, 32768, 131072
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(")
-FREE = re.compile(
-    "parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id|"
-    "replica-id|opt-barrier|while|call|conditional|custom-call|.*-(start|done)"
-)
-"""Kinds of instructions that take no time of the core, or that of a kernel."""
-
 TOKENS = 2048
 """Tokens of a device: two tiles, so that heads first differs from tokens first."""
 
@@ -104,22 +97,13 @@ def small_instructions(text: str, ring_size: int) -> float:
 
     Without transfers, kernels, what costs nothing, and additions of whole shards.
     """
-    runs, total = Program.parse(text, ring_size).runs, 0
-    for computation in re.split(r"\n(?=%|ENTRY)", text):
-        name = re.match(r"(?:ENTRY )?%?([\w.-]+)", computation)
-        times = runs.get(name[1], 0) if name else 0
-        if times > LAYERS and re.search("tpu_custom_call|permute-start", computation):
-            lines = computation.splitlines()
-            total += times * sum(map(is_small, lines))
+    program, total = Program.parse(text, ring_size), 0
+    for name, times in program.runs.items():
+        found = {one.kind for one in program.computations.get(name, ())}
+        if times > LAYERS and found & {"kernel", TRANSFER}:
+            operations = program.text[name].operations.values()
+            total += times * sum(one.is_small for one in operations)
     return total / LAYERS / ring_size
-
-
-def is_small(line: str) -> bool:
-    instruction = INSTRUCTION.match(line)
-    cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
-    if not instruction or FREE.fullmatch(instruction[1]):
-        return False
-    return not cycles or int(cycles[1]) < 5000
 
 
 def overlapped_forward(ring_size: int, ways: int = 2) -> str:

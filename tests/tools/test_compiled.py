@@ -268,13 +268,15 @@ CHIP = dataclasses.replace(
 FAST = dataclasses.replace(CHIP, hbm_bytes_per_second=1e9)
 
 
-def roofline(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Roofline:
+def roofline(
+    body: str, others: str = "", chip=CHIP, rate: float = math.inf, **elsewhere: float
+) -> Roofline:
     """Times of a program with this entry, or of others alone, which have one."""
     text = f"HloModule m, is_scheduled=true\n{others}"
     if body:
         lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
         text += f"\nENTRY %main () -> f32[] {{\n{lines}}}"
-    return Roofline(Program.parse(text, 4), chip, elsewhere)
+    return Roofline(Program.parse(text, 4), chip, elsewhere, rate)
 
 
 def total(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Work:
@@ -296,7 +298,7 @@ def test_a_product_in_a_loop_counts_its_trips_and_the_slice_that_it_reads():
 def test_what_moves_bytes_counts_those_of_its_slices(entry, rows):
     found = total(entry.replace(" ; ", "\n"), (HLO / "slices.txt").read_text())
     seconds = int(rows) * 4 * 16 * 4 / 1e3
-    assert found.elementwise == pytest.approx(seconds)
+    assert found.elementwise + found.small == pytest.approx(seconds)
     assert found.products == found.recomputed == found.elsewhere == 0
 
 
@@ -328,3 +330,21 @@ def test_kernels_and_collectives_are_timed_elsewhere_and_stand_beside_others():
     assert found.total.products == pytest.approx(seconds)
     assert found.total.elementwise == 0
     assert found.beside == {"done": pytest.approx(seconds + 3)}
+
+
+SMALL = """%x = f32[8,128]{1,0:T(8,128)} parameter(0)
+    %a = s32[] constant(1)
+    %few = f32[8,128]{1,0:T(8,128)} add(%x, %x), \
+backend_config={"estimated_cycles":"2000"}
+    %many = f32[8,128]{1,0:T(8,128)} add(%few, %x), \
+backend_config={"estimated_cycles":"6000"}
+    %none = s32[] add(%a, %a)
+    ROOT %sum = f32[8,128]{1,0:T(8,128)} all-reduce(%many)"""
+
+
+def test_instructions_of_few_cycles_are_small_and_take_what_xla_takes_them_to():
+    bound, cycles = (roofline(SMALL, rate=rate).total for rate in (math.inf, 100))
+    assert bound.instructions == cycles.instructions == 2
+    memory, number = 3 * 8 * 128 * 4 / 1e3, 3 * 4 / 1e3
+    assert (bound.small, bound.elementwise) == (memory + number, memory)
+    assert (cycles.small, cycles.elementwise) == (20 + number, 60)

@@ -106,6 +106,9 @@ def test_work_and_estimate_are_of_one_causal_document(plan):
     assert plan.work.paper_flops == paper_train_flops(MODEL, 1, CONTEXT)
     mfu = plan.work.model_flops / (plan.estimate.step * 4 * 197e12)
     assert plan.estimate.mfu == pytest.approx(mfu) and mfu < 1
+    for part in ("products", "elementwise", "small", "step"):
+        assert getattr(plan.at_cycles, part) > getattr(plan.estimate, part) > 0
+    assert plan.at_cycles.attention == plan.estimate.attention
 
 
 @pytest.mark.thorough
@@ -141,7 +144,8 @@ def test_instructions_make_the_flops_of_the_sizes_and_those_of_rematerialisation
     assert plan.estimate.products >= work.products
     assert plan.estimate.recomputed >= work.recomputed
     parameters = plan.memory.parameters + plan.memory.optimizer_state
-    assert plan.estimate.elementwise > 2 * parameters / 819e9  # the optimizer alone
+    others = plan.estimate.elementwise + plan.estimate.small
+    assert others > 2 * parameters / 819e9  # the optimizer alone
 
 
 @pytest.mark.thorough
@@ -158,8 +162,8 @@ def test_plan_is_written_as_json(plan, tmp_path, monkeypatch, capsys):
     assert row.pop("environment")["device_kind"]
     expected = dataclasses.asdict(plan)
     expected["memory"]["spare_share"] = plan.memory.spare_share
-    expected["estimate"] |= {"step": plan.estimate.step}
-    expected["estimate"] |= {"exposed": plan.estimate.exposed}
+    for name, found in (("estimate", plan.estimate), ("at_cycles", plan.at_cycles)):
+        expected[name] |= {"step": found.step, "exposed": found.exposed}
     assert row == json.loads(json.dumps(expected))
     plan_pod.main([*arguments, "--compare", str(output)])
     same = compare(("plan", "this plan"), (plan, plan))

@@ -43,7 +43,12 @@ PLAN = Plan(
     collectives=(RING, REDUCED, GATHERED),
     unknown_loops=0,
     work=StepWork(8_388_608, 5.5e19, 1.1e20),
-    estimate=Estimate(4958.2, 18.7, 6.3, 500.0, 21.25, 0.519, 0.355, ("some", "more")),
+    estimate=Estimate(
+        4958.2, 18.7, 6.3, 500.0, 0.031, 21.25, 0.519, 1234, 0.355, ("some", "more")
+    ),
+    at_cycles=Estimate(
+        4958.2, 22.3, 8.2, 990.0, 20.3, 30.5, 0.5, 1234, 0.321, ("cycles",)
+    ),
     compile_seconds=52.4,
     planner_bytes=3 * GIB,
 )
@@ -61,7 +66,9 @@ def row(plan: Plan, name: str) -> list[str]:
 
 def test_two_plans_stand_side_by_side_with_their_differences():
     memory = dataclasses.replace(PLAN.memory, peak=7 * GIB)
-    faster = Estimate(2458.2, 18.7, 6.3, 250.0, 21.25, 0.519, 0.71, ())
+    faster = dataclasses.replace(
+        PLAN.estimate, attention=2458.2, elementwise=250.0, mfu=0.71
+    )
     plan = dataclasses.replace(
         PLAN, memory=memory, estimate=faster, collectives=(RING, REDUCED)
     )
@@ -72,8 +79,9 @@ def test_two_plans_stand_side_by_side_with_their_differences():
         ["exposed bytes of collectives", "96.00 GiB", "80.00 GiB", "-16.00 GiB"],
         ["A attention kernels", "4,958.2 s", "2,458.2 s", "-2,500.0 s"],
         ["P matrix products", "18.7 s", "18.7 s", "same"],
-        ["step, at least", "5,505.0 s", "2,755.0 s", "-2,750.0 s"],
-        ["MFU at most", "35.5%", "71.0%", "+35.5%"],
+        ["step (all of these)", "5,505.0 s", "2,755.0 s", "-2,750.0 s"],
+        ["MFU", "35.5%", "71.0%", "+35.5%"],
+        ["step at XLA's cycles", "6,030.0 s", "6,030.0 s", "same"],
     ):
         assert expected in rows
 
@@ -98,8 +106,11 @@ def test_a_plan_that_was_written_is_read_and_none_is_refused(change, message, tm
 
 
 def test_tables_have_the_plans_memory_and_what_a_device_costs():
-    rate = PLAN.context_tokens / PLAN.estimate.step
-    hours = 1e9 / rate * PLAN.devices / 3600
+    steps = PLAN.estimate.step, PLAN.at_cycles.step
+    rates = [PLAN.context_tokens / step for step in steps]
+    hours = [1e9 / rate * PLAN.devices / 3600 for rate in rates]
+    small = row(PLAN, "s small instructions, 1,234")
+    assert small == ["31 ms", "0.0%", "20.3 s", "0.3%"]
     for name, shown in (
         ("parameters", "1.00 GiB"),
         ("optimizer state", "2.00 GiB"),
@@ -108,10 +119,11 @@ def test_tables_have_the_plans_memory_and_what_a_device_costs():
         ("peak (all of these)", "6.50 GiB"),
         ("of the device", "16.00 GiB"),
         ("spare", "59.4%"),
-        ("tokens a second, at most", f"{rate:,.0f}"),
-        ("device-hours for 1e9 tokens, at least", f"{hours:,.1f}"),
     ):
         assert row(PLAN, name) == [shown]
+    assert row(PLAN, "tokens a second") == [f"{rate:,.0f}" for rate in rates]
+    found = row(PLAN, "device-hours for 1e9 tokens")
+    assert found == [f"{each:,.1f}" for each in hours]
     memory = dataclasses.replace(PLAN.memory, peak=15.5 * GIB, host=GIB)
     plan = dataclasses.replace(PLAN, memory=memory, unknown_loops=3)
     assert row(plan, "spare") == ["3.1%, below 5%"]

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 
 from tools.lib.compiled.hiding import Transfer, hidden_shares
 from tools.lib.compiled.hlo_instructions import (
-    COLLECTIVES,
     TRANSFER,
     Instruction,
     read_instruction,
 )
-from tools.lib.compiled.hlo_text import Computation, read
+from tools.lib.compiled.hlo_text import COLLECTIVES, Computation, read
 
 _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'

@@ -4,16 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from tools.lib.compiled.hlo_text import Array, Operation
+from tools.lib.compiled.hlo_text import COLLECTIVES, Array, Operation
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-)
 TRANSFER = "collective-permute"
 """The collective of a ring step, from neighbour to neighbour."""
 

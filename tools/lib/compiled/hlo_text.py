@@ -21,6 +21,26 @@ _BRANCHES = re.compile(
 )
 
 
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+)
+
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"}
+FREE |= {"call-update", "async-update"}
+"""Opcodes that compute and move nothing."""
+
+CALLS = {"while", "call", "conditional", "custom-call"}
+
+SMALL_CYCLES, SMALL_ELEMENTS = 5000, 4096
+"""XLA gives those instructions that move a few bytes about 2,200 cycles."""
+
+
 @dataclass(frozen=True)
 class Array:
     """An array that an instruction makes.
@@ -105,6 +125,29 @@ class Operation:
     @property
     def elements(self) -> int:
         return sum(array.elements for array in self.results)
+
+    @functools.cached_property
+    def cycles(self) -> int | None:
+        """What XLA takes it to last, in cycles of a core; None where it is not said."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a core runs it, and XLA takes it to last less than SMALL_CYCLES.
+
+        Or, where XLA does not say, whether it makes few numbers.
+        """
+        if self.is_free or self.opcode in CALLS or self.opcode in COLLECTIVES:
+            return False
+        if self.cycles is None:
+            return self.elements <= SMALL_ELEMENTS
+        return self.cycles < SMALL_CYCLES
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it computes and moves nothing, or starts or ends what does."""
+        return self.opcode in FREE or self.opcode.endswith(("-start", "-done"))
 
     @property
     def op_name(self) -> str:

@@ -27,6 +27,9 @@ from kernels.backends.tpu import launch
 from kernels.backends.tpu.block_sizes import TpuBlocks
 from tools.lib.compiled.pods import compile_for, tpu_devices
 
+KV_HEADS = 2
+"""One for each core of a megacore."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -37,9 +40,7 @@ class Tile:
     block_q, block_k: query rows and key slots of the tile; `TpuBlocks` may have others.
     group: query heads of a key/value head. Ours stacks their rows in a tile.
     length: tokens, queries and keys alike.
-    has_carry: whether our forward kernel goes on from a partial result.
     soft_cap: of the scores, if any.
-    kv_heads: one for each core of a megacore, or more.
     """
 
     chip: str
@@ -50,9 +51,7 @@ class Tile:
     dtype: str
     group: int
     length: int
-    has_carry: bool = False
     soft_cap: float | None = None
-    kv_heads: int = 2
 
     def __post_init__(self):
         if self.length % self.block_q or self.length % self.block_k:
@@ -81,9 +80,9 @@ class Compiled:
 
 def make_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
     """Builds the program of the TPU kernel; blocks: None for the table's."""
-    tokens, heads = tile.length, tile.group * tile.kv_heads
+    tokens, heads = tile.length, tile.group * KV_HEADS
     q = jax.ShapeDtypeStruct((1, tokens, heads, tile.head_dim), tile.dtype)
-    k = jax.ShapeDtypeStruct((1, tokens, tile.kv_heads, tile.head_dim), tile.dtype)
+    k = jax.ShapeDtypeStruct((1, tokens, KV_HEADS, tile.head_dim), tile.dtype)
     bound = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     row = jax.ShapeDtypeStruct((1, heads, tokens), jnp.float32)
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
@@ -96,10 +95,8 @@ def make_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
     }
     if tile.direction == "forward":
         return Program(
-            lambda *operands: launch.forward(
-                *operands[:5], **options, carry=operands[5:] or None
-            ),
-            (q, k, k, bound, bound, *([dq, row] if tile.has_carry else [])),
+            lambda *operands: launch.forward(*operands, **options),
+            (q, k, k, bound, bound),
             ("flash_forward",),
         )
     return Program(

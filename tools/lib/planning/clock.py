@@ -99,13 +99,11 @@ class Times(NamedTuple):
     """Seconds of a device in a pass of a ring.
 
     kernels: of all ring steps. outlasting: of transfers, after the kernels beside them
-    have ended. hiding: the least that kernels last over the transfers beside them, in
-    steps on shards of other devices; None where nothing is sent.
+    have ended.
     """
 
     kernels: float
     outlasting: float
-    hiding: float | None
 
 
 @dataclass(frozen=True)
@@ -221,29 +219,19 @@ class Ring:
         schedule = self.schedule
         steps = sampled(schedule.last + 1, sorted({0, schedule.last}))
         total = outlasting = 0.0
-        hiding = []
         for step, weight in steps:
             computed = self._kernels(schedule, step, chip, direction)
             total += weight * computed
             # Half of the local block waits for the last gradients to come home.
-            shares = (1, 0.5) if direction == "backward" else (1, 1)
-            beside = computed * shares[step == 0]
+            is_first_back = direction == "backward" and step == 0
+            beside = computed * (0.5 if is_first_back else 1)
             sent = self._sent(schedule, step, chip, direction)
             outlasting += weight * max(0.0, sent - beside)
-            if sent:
-                hiding.append((step == 0, beside / sent))
-            if step == 0 and direction == "backward" and schedule.last:
+            if is_first_back and schedule.last:
                 home = self._home(schedule, chip)
                 # A ring that counts its steps brings them home with nothing beside.
                 outlasting += max(0.0, home - beside * (self.count is None))
-        others = [share for is_local, share in hiding if not is_local]
-        found = others or [share for _, share in hiding]
-        return Times(total, outlasting, min(found, default=None))
-
-    def hiding(self, chip: Chip) -> float | None:
-        """Returns that of `Times`, of the worse direction."""
-        found = (self.times(chip, direction).hiding for direction in PRODUCTS)
-        return min((one for one in found if one is not None), default=None)
+        return Times(total, outlasting)
 
     def _kernels(
         self, schedule: Schedule, step: int, chip: Chip, direction: str
@@ -325,7 +313,8 @@ class Ring:
         sizes = list(links.values())
         if not chip.name.startswith("TPU"):
             sizes = [sum(sizes)]  # a switch joins GPUs
-        return max(sizes, default=0.0) / chip.interconnect_bytes_per_second
+        latency = chip.link_latency if any(sizes) else 0.0
+        return latency + max(sizes, default=0.0) / chip.interconnect_bytes_per_second
 
 
 def _route(sequence: Sequence, chip: Chip, is_counted: bool, reads_less: bool) -> Route:

@@ -1,35 +1,39 @@
 """Estimates the time of a planned step from its instructions, schedules and peaks.
 
-Nothing here is measured on the device. What no figure is known of (stalls, arithmetic
-but products, latencies) takes time that is missing here.
+Nothing here is measured on the device. An estimate by peaks is a bound: what no figure
+is known of (stalls, arithmetic but products, latencies) takes time that is missing. One
+by XLA's own cycles has some of that.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from kernels.device import kernel_cores
 from models.memory import RERUN
 from tasks.run import Run
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source
-from tools.lib.planning.roofline import Work
+from tools.lib.planning.roofline import Roofline
 from training.chips import Chip
-from training.mesh import Partition
+
+LINKS = {"TPU v5p": (4.55e-6, 86.3e9), "TPU v6e": (2.29e-6, 86.8e9)}
+"""Seconds before the first byte, and bytes a second of a link: `lax.ppermute` as others
+measured it on v5p-8 and v6e-8 (marin-community/marin#6736, June 2026)."""
 
 
-@dataclass(frozen=True)
-class Exposed:
-    """Communication of a device in a step that overlaps nothing.
+def measured(chip: Chip) -> Chip:
+    """Returns a chip with links as they were measured, if they were."""
+    latency, rate = LINKS.get(chip.name, (0.0, chip.interconnect_bytes_per_second))
+    return replace(chip, link_latency=latency, interconnect_bytes_per_second=rate)
 
-    ring_bytes: ring transfers; ring_share: their share of all ring transfers.
-    other_bytes: other collectives. ways: links that the ring's transfers share.
-    """
 
-    ring_bytes: float
-    ring_share: float
-    other_bytes: float
-    ways: int = 1
+def cycles_per_second(chip: Chip) -> float:
+    """Returns the clock of a core, in which XLA counts; inf where that is unknown."""
+    if not chip.matrix_units:
+        return math.inf
+    return chip.bundles_per_second / kernel_cores(chip.device_kinds[0])
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,8 @@ class Estimate:
     """Estimated seconds of one step, by part.
 
     attention: the kernels. products: other matrix products; recomputed: of those, the
-      ones that rematerialisation computes again. elementwise: all other instructions,
-      copies included.
+      ones that rematerialisation computes again. small: instructions that move a few
+      bytes; instructions: how many. elementwise: all others, copies included.
     ring_waits: exposed ring transfers, and what outlasts kernels of hidden ones.
     other_waits: other exposed collectives.
     mfu: model FLOPs over the peak of all devices in that time.
@@ -112,8 +116,10 @@ class Estimate:
     products: float
     recomputed: float
     elementwise: float
+    small: float
     ring_waits: float
     other_waits: float
+    instructions: int
     mfu: float
     assumptions: tuple[str, ...]
 
@@ -125,7 +131,7 @@ class Estimate:
     @property
     def step(self) -> float:
         """Seconds of the whole step."""
-        computed = self.products + self.recomputed + self.elementwise
+        computed = self.products + self.recomputed + self.elementwise + self.small
         return self.attention + computed + self.exposed
 
 
@@ -167,52 +173,86 @@ def bytes_per_second(chip: Chip, kind: str, ways: int = 1) -> float:
     return chip.interconnect_bytes_per_second * links
 
 
+def collective_seconds(one: Collective, chip: Chip, ways: int = 1) -> float:
+    """Returns the seconds of a run of a collective; ways: of `bytes_per_second`."""
+    return chip.link_latency + one.bytes_sent / bytes_per_second(chip, one.kind, ways)
+
+
 def synchronous_seconds(
     collectives: Iterable[Collective], chip: Chip
 ) -> dict[str, float]:
     """Returns the seconds of collectives that nothing runs beside, by name."""
     return {
-        one.name: one.bytes_sent / bytes_per_second(chip, one.kind)
+        one.name: collective_seconds(one, chip)
         for one in collectives
         if not one.is_asynchronous
     }
 
 
+def exposed_seconds(
+    one: Collective, beside: Mapping[str, float], chip: Chip, ways: int = 1
+) -> float:
+    """Returns the seconds of a run of a collective in which devices wait for it.
+
+    beside: seconds of what runs during an asynchronous one, by its name. A ring's
+      transfer is timed with its kernels, and exposed as far as it misses them.
+    """
+    seconds = collective_seconds(one, chip, ways)
+    if one.hidden_share and (one.kind == TRANSFER or one.name not in beside):
+        return (1 - one.hidden_share) * seconds
+    return max(0.0, seconds - beside.get(one.name, 0.0))
+
+
 def estimate(
-    partition: Partition,
     chip: Chip,
-    model_flops: float,
     attention: Attention,
-    work: Work,
-    communication: Exposed,
+    roofline: Roofline,
+    collectives: Sequence[Collective],
+    peak_seconds: float,
 ) -> Estimate:
     """Estimates a step on devices of this chip.
 
-    work: of the program's instructions on one of them.
+    roofline: times of the program's other instructions on one of them.
+    peak_seconds: of the model's FLOPs at the peak of all devices.
     """
-    ways = communication.ways
+    rings = [one for one in collectives if one.kind == TRANSFER]
+    sent = sum(one.total_bytes for one in rings)
+    hidden = sum(one.hidden_share * one.total_bytes for one in rings)
+    ways = attention.ways
+
+    def waited(found: Iterable[Collective]) -> float:
+        beside = roofline.beside
+        return sum(c.times * exposed_seconds(c, beside, chip, ways) for c in found)
+
+    work = roofline.total
+    parts = (
+        sum(attention.kernels.values()),
+        *(work.products, work.recomputed, work.elementwise, work.small),
+        waited(rings) + attention.outlasting * (hidden / sent if sent else 1.0),
+        waited([one for one in collectives if one.kind != TRANSFER]),
+    )
     link, others = (bytes_per_second(chip, kind, ways) for kind in (TRANSFER, "other"))
-    ring_waits = communication.ring_bytes / link
-    ring_waits += attention.outlasting * (1 - communication.ring_share)
-    parts = {
-        "attention": sum(attention.kernels.values()),
-        "products": work.products,
-        "recomputed": work.recomputed,
-        "elementwise": work.elementwise,
-        "ring_waits": ring_waits,
-        "other_waits": communication.other_bytes / others,
-    }
-    devices = math.prod(partition.mesh.shape.values())
+    rates = (
+        f"a device sends {link / 1e9:.0f} GB/s of ring transfers, over {ways} links, "
+        f"{others / 1e9:.0f} GB/s of other collectives"
+    )
+    bound = (
+        attention.assumption,
+        "other instructions as compiled: products at all of "
+        f"{chip.peak_flops / 1e12:.0f} TFLOP/s, operands and results at "
+        f"{chip.hbm_bytes_per_second / 1e9:.0f} GB/s, whichever takes longer",
+        rates,
+        "latencies, stalls and arithmetic but products are not counted",
+    )
+    latency = f"each after {1e6 * chip.link_latency:.3g} us"
+    by_cycles = (
+        "XLA's cycles: other instructions as long as XLA takes them to, at "
+        f"{roofline.cycles_per_second / 1e9:.3g} GHz; {rates}, "
+        + (latency if chip.link_latency else "as nobody measured these links"),
+    )
     return Estimate(
-        **parts,
-        mfu=model_flops / (sum(parts.values()) * devices * chip.peak_flops),
-        assumptions=(
-            attention.assumption,
-            "other instructions as compiled: products at all of "
-            f"{chip.peak_flops / 1e12:.0f} TFLOP/s, operands and results at "
-            f"{chip.hbm_bytes_per_second / 1e9:.0f} GB/s, whichever takes longer",
-            f"a device sends {link / 1e9:.0f} GB/s of ring transfers, over "
-            f"{ways} links, {others / 1e9:.0f} GB/s of other collectives",
-            "latencies, stalls and arithmetic but products are not counted",
-        ),
+        *parts,
+        instructions=round(work.instructions),
+        mfu=peak_seconds / sum(parts),
+        assumptions=by_cycles if math.isfinite(roofline.cycles_per_second) else bound,
     )

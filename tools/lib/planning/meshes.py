@@ -16,11 +16,10 @@ device's query heads here, so that none are computed in vain.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
 import ml_collections
 
 from tasks.run import Run
@@ -31,7 +30,7 @@ from tools.lib.planning.clock import Ring
 from tools.lib.planning.estimate import bytes_per_second, ring_passes
 from tools.lib.planning.step import SPARE_SHARE, device_bytes, saved_bytes
 from training.chips import Chip
-from training.mesh import MESH_AXES, MeshShape, Partition, make_mesh
+from training.mesh import MESH_AXES, MeshShape, Partition
 
 LAYER_ARRAYS, RING_ARRAYS = 6, 7
 """float32 arrays of the size of the queries: the most in compiled steps on TPUs.
@@ -45,8 +44,6 @@ class Suggestion:
     """A mesh, and its figures.
 
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
-    hiding: the least that kernels last over the ring transfers beside them, in the
-      worse direction and in the layers with the shortest; None without transfers.
     route: that the rings take.
     attention, ring_waits, other_waits: seconds of the kernels of a step, of ring
       transfers that outlast them, and of other exposed communication.
@@ -56,7 +53,6 @@ class Suggestion:
     mesh: dict[str, int]
     memory: float
     fits: bool
-    hiding: float | None
     route: str
     attention: float
     ring_waits: float
@@ -79,29 +75,26 @@ class Suggestion:
 
 def suggestions(
     config: ml_collections.ConfigDict,
-    devices: int | Sequence[jax.Device],
+    devices: int,
     chip: Chip,
     documents: tuple[int, ...] = (),
 ) -> list[Suggestion]:
-    """Returns every mesh of these devices that the config can have, best first.
+    """Returns every mesh of so many devices that the config can have, best first.
 
-    devices: of a pod; if only their number is given, rings have no disjoint cycles.
     documents: lengths of those packed in a row, repeated; none for one document.
 
     Raises:
       ValueError: no mesh suits; the message says what is wrong with one ring of all.
     """
-    found, number = [], devices if isinstance(devices, int) else len(devices)
-    for sizes in _factorisations(number):
+    found = []
+    for sizes in _factorisations(devices):
         try:
-            partition = _partition(config, devices, *sizes)
-            run = make_run(config, partition)
+            run = make_run(config, _partition(config, *sizes))
             found.append(suggestion(run, chip, documents))
         except ValueError:
             continue
     if not found:
-        partition = _partition(config, number, 1, 1, number, 1, 1)
-        suggestion(make_run(config, partition), chip)
+        suggestion(make_run(config, _partition(config, 1, 1, devices, 1, 1)), chip)
     return sorted(found, key=lambda one: one.rank)
 
 
@@ -123,7 +116,6 @@ def suggestion(run: Run, chip: Chip, documents: tuple[int, ...] = ()) -> Suggest
         memory += saved_bytes(run)
     passes = ring_passes(run, chip, documents)
     found = [(times, ring.times(chip, way)) for times, ring, way in passes]
-    least = [one.hiding for _, one in found if one.hiding is not None]
     ring = passes[0][1]
     tokens = config.data.batch_rows * config.data.context_tokens
     products = run.work(tokens, 0).model_flops
@@ -131,7 +123,6 @@ def suggestion(run: Run, chip: Chip, documents: tuple[int, ...] = ()) -> Suggest
         mesh=partition.sizes,
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
-        hiding=min(least, default=None),
         route="; ".join(dict.fromkeys(each.describe() for _, each, _ in passes)),
         attention=sum(times * one.kernels for times, one in found),
         ring_waits=sum(times * one.outlasting for times, one in found),
@@ -206,12 +197,7 @@ def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
             yield *sizes, devices // math.prod(sizes)
 
 
-def _partition(
-    config: ml_collections.ConfigDict, devices: int | Sequence[jax.Device], *sizes: int
-) -> Partition:
-    """Returns a partition over these devices, cut as `systems.partition` does."""
+def _partition(config: ml_collections.ConfigDict, *sizes: int) -> Partition:
+    """Returns a partition of this shape, cut as `systems.partition` does."""
     shape = MeshShape(**dict(zip(MESH_AXES, sizes, strict=True)))
-    shape = shape.cut_ring(config.model.hidden_size)
-    if isinstance(devices, int):
-        return Partition(shape.abstract_mesh())
-    return Partition(make_mesh(shape, devices))
+    return Partition(shape.cut_ring(config.model.hidden_size).abstract_mesh())

@@ -1,6 +1,7 @@
 """Reads memory, communication and time of a training step from its compiled program."""
 
 import dataclasses
+import math
 import resource
 import time
 import typing
@@ -15,9 +16,11 @@ from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.estimate import (
     Attention,
     Estimate,
-    Exposed,
     bytes_per_second,
+    cycles_per_second,
     estimate,
+    exposed_seconds,
+    measured,
     synchronous_seconds,
 )
 from tools.lib.planning.roofline import Roofline
@@ -77,6 +80,8 @@ class Plan:
     execution: remat and chunks as they were chosen.
     unknown_loops: loops with collectives and unknown trip count, counted once.
     documents: lengths of those packed in a row, repeated; none for one document.
+    estimate: the least that it takes. at_cycles: at XLA's own cycles, and on links as
+      they were measured.
     compile_seconds, planner_bytes: wall-clock time and peak memory on this machine.
     """
 
@@ -96,6 +101,7 @@ class Plan:
     unknown_loops: int
     work: StepWork
     estimate: Estimate
+    at_cycles: Estimate
     compile_seconds: float
     planner_bytes: int
     documents: tuple[int, ...] = ()
@@ -113,12 +119,18 @@ class Plan:
         devices = step.pod.devices
         program, chip = Program.parse(compiled.as_text(), len(devices)), step.pod.chip
         moved, work = program.collectives(), step.work()
+        peak_seconds = work.model_flops / (len(devices) * chip.peak_flops)
         run, config = step.run, step.run.config
-        attention = Attention.of(run, chip, program, step.documents)
-        known = attention.by_name | synchronous_seconds(moved, chip)
-        roofline = Roofline(program, chip, known)
-        ring = transfers(program, attention.ways)
-        found = kinds(moved, roofline.beside, chip)
+
+        def timed(chip: Chip, rate: float) -> tuple[Attention, Roofline, Estimate]:
+            attention = Attention.of(run, chip, program, step.documents)
+            known = attention.by_name | synchronous_seconds(moved, chip)
+            roofline = Roofline(program, chip, known, rate)
+            found = estimate(chip, attention, roofline, moved, peak_seconds)
+            return attention, roofline, found
+
+        attention, roofline, bound = timed(chip, math.inf)
+        *_, at_cycles = timed(measured(chip), cycles_per_second(chip))
         return cls(
             topology=step.pod.topology,
             device_kind=devices[0].device_kind,
@@ -131,23 +143,12 @@ class Plan:
             attention_parts=config.attention_parts,
             implementation=step.implementation,
             memory=Memory.of(step, compiled),
-            transfers=ring,
-            collectives=found,
+            transfers=transfers(program, attention.ways),
+            collectives=kinds(moved, roofline.beside, chip),
             unknown_loops=program.unknown_loops,
             work=work,
-            estimate=estimate(
-                run.partition,
-                chip,
-                work.model_flops,
-                attention,
-                roofline.total,
-                Exposed(
-                    sum(k.exposed_bytes for k in found if k.name == TRANSFER),
-                    ring.exposed_share,
-                    sum(k.exposed_bytes for k in found if k.name != TRANSFER),
-                    ring.ways,
-                ),
-            ),
+            estimate=bound,
+            at_cycles=at_cycles,
             compile_seconds=seconds,
             planner_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             documents=step.documents,
@@ -159,8 +160,9 @@ class Plan:
         here = Environment.now(self.device_kind, self.devices)
         row["environment"] = dataclasses.asdict(here)
         row["memory"]["spare_share"] = self.memory.spare_share
-        exposed = self.estimate.exposed
-        row["estimate"] |= {"exposed": exposed, "step": self.estimate.step}
+        for name in ("estimate", "at_cycles"):
+            found = getattr(self, name)
+            row[name] |= {"exposed": found.exposed, "step": found.step}
         return row
 
     @classmethod
@@ -221,11 +223,8 @@ def kinds(
     """
 
     def exposed(one: Collective) -> float:
-        is_ring = one.kind == TRANSFER  # which is timed with its kernels
-        if one.hidden_share and (is_ring or one.name not in beside):
-            return (1 - one.hidden_share) * one.total_bytes
-        hidden = beside.get(one.name, 0.0) * bytes_per_second(chip, one.kind)
-        return one.times * max(0.0, one.bytes_sent - hidden)
+        rate = bytes_per_second(chip, one.kind)
+        return one.times * rate * exposed_seconds(one, beside, chip)
 
     def of(name: str) -> Kind:
         mine = [c for c in collectives if c.kind == name]

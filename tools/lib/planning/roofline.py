@@ -10,7 +10,8 @@ are those of operands and results with the padding of their tiles, but
 - an asynchronous copy takes the memory's time that instructions beside it leave.
 
 That is the least: it knows no latency, no arithmetic but products, no partial tiles of
-the matrix units. Attention kernels and collectives are timed elsewhere.
+the matrix units. Or an instruction lasts as long as XLA takes it to, where XLA says so
+(TPUs). Attention kernels and collectives are timed elsewhere.
 """
 
 import math
@@ -18,16 +19,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
-from tools.lib.compiled.hlo import COLLECTIVES, Program
-from tools.lib.compiled.hlo_text import Array, Computation, Operation
+from tools.lib.compiled.hlo import Program
+from tools.lib.compiled.hlo_text import COLLECTIVES, Array, Computation, Operation
 from training.chips import Chip
-
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
-FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"}
-FREE |= {"call-start", "call-update", "call-done"}  # of a SparseCore
-FREE |= {"copy-done", "slice-done", "fusion-done", "async-update", "async-done"}
-FREE |= {kind + phase for kind in COLLECTIVES for phase in ("", "-start", "-done")}
-"""Opcodes that compute and move nothing here."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = ("dynamic-update-slice", "scatter")
@@ -53,7 +47,8 @@ class Work:
     """Seconds of instructions.
 
     products: with matrix products; recomputed: of those, the ones that `jax.checkpoint`
-      computes again. elementwise: all others.
+      computes again. elementwise: all others, but for small ones (`is_small`).
+    instructions: how many of those there are.
     elsewhere: kernels and collectives, as they were given.
     memory: seconds of these in which the device's memory is busy.
     """
@@ -61,12 +56,15 @@ class Work:
     products: float = 0.0
     recomputed: float = 0.0
     elementwise: float = 0.0
+    small: float = 0.0
     elsewhere: float = 0.0
     memory: float = 0.0
+    instructions: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.products + self.recomputed + self.elementwise + self.elsewhere
+        computed = self.products + self.recomputed + self.elementwise
+        return computed + self.small + self.elsewhere
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -86,13 +84,18 @@ class Roofline:
     """
 
     def __init__(
-        self, program: Program, chip: Chip, elsewhere: Mapping[str, float]
+        self,
+        program: Program,
+        chip: Chip,
+        elsewhere: Mapping[str, float],
+        cycles_per_second: float = math.inf,
     ) -> None:
         """Reads a program.
 
         elsewhere: seconds of kernels, and of collectives that are not asynchronous, by
-          their names.
+          their names. cycles_per_second: of a core, to count those that XLA says.
         """
+        self.cycles_per_second = cycles_per_second
         self._computations = program.text
         self._program, self._chip, self._elsewhere = program, chip, elsewhere
         self._shares: dict[tuple[str, str, bool], float] = {}
@@ -122,7 +125,9 @@ class Roofline:
                 self.beside[operation.name] = total.seconds - started[first]
             if operation.opcode in ("while", "call", "conditional", "async-start"):
                 times = trips.get(operation.name, 1)
-                runs = (self._run(one) for one in operation.called)
+                runs = [self._run(one) for one in operation.called]
+                if operation.opcode == "conditional":
+                    runs = [max(runs, key=lambda run: (run.seconds, run.instructions))]
                 work = sum(runs, Work()) * times
             else:
                 left = copies.pop(first, 0.0)
@@ -147,13 +152,16 @@ class Roofline:
         known = self._known(operation)
         if known is not None:
             return Work(elsewhere=known)
-        if operation.opcode in FREE:
+        if operation.is_free or operation.opcode in COLLECTIVES:
             return Work()
         products = list(self._products(computation, operation))
         if operation.opcode == "custom-call" and not products:
             return Work()  # buffers, hints for the compiler
         memory = self._memory(computation, operation)
         seconds = max(memory, sum(s for _, s in products))
+        seconds = max(seconds, (operation.cycles or 0) / self.cycles_per_second)
+        if not products and operation.is_small:
+            return Work(small=seconds, memory=memory, instructions=1)
         if not products:
             return Work(elementwise=seconds, memory=memory)
         op_name = max(products, key=lambda product: product[1])[0] or operation.op_name

@@ -1,7 +1,9 @@
 """Formats a plan as tables."""
 
+import itertools
+import operator
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
@@ -31,6 +33,7 @@ PARTS = {
     "products": ("P", "matrix products"),
     "recomputed": ("R", "matrix products, recomputed"),
     "elementwise": ("E", "element-wise work and copies"),
+    "small": ("s", "small instructions"),
     "ring_waits": ("w", "waits: the ring's transfers"),
     "other_waits": ("c", "waits: other collectives"),
 }
@@ -134,24 +137,47 @@ def _why_exposed(plan: Plan, kind: Kind) -> str:
     return f"{size(alone)} not asynchronous, the rest outlasts what runs beside it"
 
 
-def _estimate_lines(plan: Plan) -> list[str]:
-    estimate, tokens = plan.estimate, plan.rows * plan.context_tokens
-    rate = tokens / estimate.step
-    each, hours = rate / plan.devices, 1e9 / rate * plan.devices / 3600
-    lines = ["", "time of a step: at least, estimated and not measured"]
-    for field, (letter, name) in PARTS.items():
-        spent = getattr(estimate, field)
-        cells = f"{seconds(spent):>12s} {spent / estimate.step:8.1%}"
-        lines.append(f"  {letter} {name:48s} {cells}")
-    lines.append(f"    {'step (all of these)':48s} {seconds(estimate.step):>12s}")
-    lines += [
-        f"    {'MFU at most':48s} {estimate.mfu:12.1%}",
-        f"    {'tokens a second, at most':48s} {rate:12,.0f}",
-        f"    {'tokens a second, of a device, at most':48s} {each:12,.1f}",
-        f"    {'device-hours for 1e9 tokens, at least':48s} {hours:12,.1f}",
+Rows = list[tuple[str, Callable[[float], str], Callable[[Estimate], float]]]
+"""A name, how a number is shown, and what it is."""
+
+
+def _times() -> Rows:
+    """Returns the rows of an estimate's parts, of their sum, and of the MFU."""
+    rows: Rows = [
+        (f"{letter} {name}", seconds, operator.attrgetter(field))
+        for field, (letter, name) in PARTS.items()
     ]
-    lines += ["  " + bar(estimate), "assuming"]
-    for text in estimate.assumptions:
+    rows.append(("  step (all of these)", seconds, lambda one: one.step))
+    return [*rows, ("  MFU", "{:.1%}".format, lambda one: one.mfu)]
+
+
+def _estimate_lines(plan: Plan) -> list[str]:
+    columns = {"at least": plan.estimate}
+    if plan.at_cycles != plan.estimate:  # as it is where XLA counts no cycles
+        columns["XLA's cycles"] = plan.at_cycles
+    both, tokens = list(columns.values()), plan.rows * plan.context_tokens
+    each, hours = tokens / plan.devices, 1e9 / tokens * plan.devices / 3600
+
+    def line(name: str, cells: Iterable[tuple[str, str]]) -> str:
+        joined = " ".join(f"{cell:>12s} {share:>7s}" for cell, share in cells)
+        return f"{name:54s} {joined}".rstrip()
+
+    head = "time of a step, estimated and not measured"
+    lines = ["", line(head, ((name, "") for name in columns))]
+    for name, shown, of in [
+        *_times(),
+        ("  tokens a second", "{:,.0f}".format, lambda e: tokens / e.step),
+        ("  tokens a second, of a device", "{:,.1f}".format, lambda e: each / e.step),
+        ("  device-hours for 1e9 tokens", "{:,.1f}".format, lambda e: hours * e.step),
+    ]:
+        if name == "s small instructions":
+            name += f", {plan.estimate.instructions:,}"
+        shares = (f"{of(e) / e.step:.1%}" if shown is seconds else "" for e in both)
+        cells = zip((shown(of(e)) for e in both), shares, strict=True)
+        lines.append(line("  " + name, cells))
+    longest = max(one.step for one in both)
+    lines += [*("  " + bar(one, longest) for one in both), "assuming"]
+    for text in itertools.chain(*(one.assumptions for one in both)):
         lines += textwrap.wrap(
             text, WIDTH, initial_indent="  - ", subsequent_indent="    "
         )
@@ -176,18 +202,11 @@ def compare(names: tuple[str, str], plans: tuple[Plan, Plan]) -> list[str]:
     rows: list[tuple[str, Callable[[float], str], Callable[[Plan], float]]] = [
         ("peak memory of a device", size, lambda plan: plan.memory.peak),
         ("exposed bytes of collectives", size, _exposed_bytes),
-    ]
-    for field, (letter, name) in PARTS.items():
-        rows.append(
-            (
-                f"{letter} {name}",
-                seconds,
-                lambda plan, field=field: getattr(plan.estimate, field),
-            )
-        )
-    rows += [
-        ("step, at least", seconds, lambda plan: plan.estimate.step),
-        ("MFU at most", "{:.1%}".format, lambda plan: plan.estimate.mfu),
+        *(
+            (name.strip(), shown, lambda plan, of=of: of(plan.estimate))
+            for name, shown, of in _times()
+        ),
+        ("step at XLA's cycles", seconds, lambda plan: plan.at_cycles.step),
     ]
     line = "  {:32s} {:>14s} {:>14s} {:>14s}"
     lines = ["", "compared"]

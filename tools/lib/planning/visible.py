@@ -77,25 +77,21 @@ class Sequence:
 
     @property
     def area(self) -> float:
-        """Query-key pairs of the slowest device, the mean over ring steps."""
-        return sum(weight * pairs for weight, pairs in self.areas)
-
-    @functools.cached_property
-    def areas(self) -> list[tuple[float, float]]:
-        """(weight, query-key pairs of the slowest device) of ring steps, one way round.
+        """Query-key pairs of the slowest device, the mean over ring steps, one way.
 
         Of the first, the middle and the last device; of all steps where windows see few
-        of them. The weights sum to 1.
+        of them.
         """
         size = self.ring_size
         alone = range(size) if self.mask.window else (0,)
-        return [
-            (
-                steps / size,
-                max(self.count(at, (at - step) % size).pairs for at in self.devices),
+        return (
+            sum(
+                steps
+                * max(self.count(at, (at - step) % size).pairs for at in self.devices)
+                for step, steps in sampled(size, alone)
             )
-            for step, steps in sampled(size, alone)
-        ]
+            / size
+        )
 
     @property
     def devices(self) -> list[int]:
