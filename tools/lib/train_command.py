@@ -54,7 +54,7 @@ def train_command(
         changes["data.batch_rows"] = batch_rows = fitting
     if held_out < batch_rows:
         share = 1.2 * batch_rows / (rows + held_out)
-        remedy = f"prepare it again with {share:.0%} held out, of documents that differ"
+        remedy = f"prepare it again with --validation-fraction {share:.2f}"
         notes.append(
             f"no validation: {held_out} held-out {of_tokens} make no batch of "
             f"{batch_rows}; {remedy if share < 0.5 else 'prepare more'}"
