@@ -47,6 +47,19 @@ def exponent_factors(
     return soft_cap * LOG2_E, scale / soft_cap
 
 
+def forward_factors(
+    q: jax.Array, scale: float, soft_cap: float | None
+) -> tuple[jax.Array, float, float | None]:
+    """Returns q and `exponent_factors` of a kernel that takes maxima before it scales.
+
+    The factor on scores is positive: q has its sign. Nor is it flushed to 0, which
+    times -inf would be nan: the smallest normal number makes all weights equal too.
+    """
+    factor, tanh_scale = exponent_factors(scale, soft_cap)
+    smallest = float(jnp.finfo(jnp.float32).smallest_normal)
+    return -q if factor < 0 else q, max(abs(factor), smallest), tanh_scale
+
+
 def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Computes an einsum of two arrays of one type; sums and result are wider.
 

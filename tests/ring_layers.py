@@ -21,6 +21,7 @@ from kernels.backends.tpu import backward as tpu_backward
 from kernels.backends.tpu import forward as tpu_forward
 from kernels.ring import attend as ring
 from kernels.ring.routes import ONE_WAY, Route
+from tools.lib.compiled.hlo import TRANSFER, Program
 from tools.lib.compiled.pods import compile_for
 
 HEADS, HEAD_DIM, LAYERS = 2, 128, 2
@@ -119,3 +120,17 @@ def layers_gradient(
 
     x = sharded_array(mesh, tokens, heads, dtype=dtype)
     return jax.grad(loss), (x, jax.ShapeDtypeStruct((LAYERS, HEAD_DIM), dtype))
+
+
+def small_instructions(text: str, ring_size: int) -> float:
+    """Counts what a ring step of a layer runs in its loops, forward and backward.
+
+    Without transfers, kernels, what costs nothing, and additions of whole shards.
+    """
+    program, total = Program.parse(text, ring_size), 0
+    for name, times in program.runs.items():
+        found = {one.kind for one in program.computations.get(name, ())}
+        if times > LAYERS and found & {"kernel", TRANSFER}:
+            operations = program.text[name].operations.values()
+            total += times * sum(one.is_small for one in operations)
+    return total / LAYERS / ring_size

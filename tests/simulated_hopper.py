@@ -18,22 +18,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.hopper import launch as hopper
 from kernels.backends.hopper.launch import HopperBlocks, Launch
+from kernels.backends.steps import Launched
 
 # Finding races takes half of the time: the kernels' own tests do.
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 
 @dataclass(frozen=True)
-class SimulatedHopper:
+class SimulatedHopper(Launched):
     """The backend `hopper`, interpreted, its keys in several tiles."""
 
     launch: Launch = Launch(HopperBlocks(64, 2), interpret=INTERPRETED)
-
-    def forward(self, *operands, **options):
-        return hopper.forward(*operands, **options, launch=self.launch)
-
-    def backward(self, *operands, **options):
-        return hopper.backward(*operands, **options, launch=self.launch)
+    kernels: ModuleType = hopper
 
 
 DETERMINISTIC = SimulatedHopper(

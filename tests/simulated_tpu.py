@@ -2,9 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
+from types import ModuleType
 
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.backends.steps import Launched
 from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.tpu.block_sizes import TpuBlocks
 from kernels.backends.tpu.launch import Launch
@@ -29,22 +31,11 @@ SMALL_VMEM = 3 * 2**20
 
 
 @dataclass(frozen=True)
-class SimulatedTpu:
+class SimulatedTpu(Launched):
     """Backend `pallas_tpu` with a launch of its own."""
 
     launch: Launch = Launch(CHIP, SMALL_BLOCKS, interpret=True)
-
-    def forward(self, *operands, **options):
-        return pallas_tpu.forward(*operands, **options, launch=self.launch)
-
-    def backward(self, *operands, **options):
-        return pallas_tpu.backward(*operands, **options, launch=self.launch)
-
-    def forward_steps(self, *operands, **options):
-        return pallas_tpu.forward_steps(*operands, **options, launch=self.launch)
-
-    def backward_steps(self, *operands, **options):
-        return pallas_tpu.backward_steps(*operands, **options, launch=self.launch)
+    kernels: ModuleType = pallas_tpu
 
     def with_vmem(self, capacity: int) -> "SimulatedTpu":
         """Returns the same on a chip with `capacity` bytes of vector memory."""

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from kernels.backends.steps import Launched
 from kernels.backends.triton_gpu import kernels as triton_kernels
 from kernels.backends.triton_gpu import launch as triton_gpu
 from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
@@ -163,13 +164,8 @@ def interpreted_call(
 
 
 @dataclass(frozen=True)
-class SimulatedGpu:
+class SimulatedGpu(Launched):
     """Backend `triton` with a launch of its own."""
 
     launch: Launch = Launch(80, SMALL_BLOCKS, interpreted_call)
-
-    def forward(self, *operands, **options):
-        return triton_gpu.forward(*operands, **options, launch=self.launch)
-
-    def backward(self, *operands, **options):
-        return triton_gpu.backward(*operands, **options, launch=self.launch)
+    kernels: ModuleType = triton_gpu

@@ -13,6 +13,7 @@ from ..device import device_kind
 from . import blockwise, reference
 from .hopper import launch as hopper_launch
 from .hopper.launch import Launch
+from .steps import Launched
 from .tpu import launch as tpu_launch
 from .triton_gpu import launch as triton_launch
 
@@ -40,10 +41,7 @@ IMPLEMENTATIONS: Mapping[str, Backend] = {
     "blockwise": blockwise,
     "pallas_tpu": tpu_launch,
     "hopper": hopper_launch,
-    "hopper_deterministic": Steps(
-        hopper_launch.forward,
-        functools.partial(hopper_launch.backward, launch=Launch(is_deterministic=True)),
-    ),
+    "hopper_deterministic": Launched(Launch(is_deterministic=True), hopper_launch),
     "triton": triton_launch,
 }
 

@@ -5,6 +5,7 @@ the methods of `PlainForward` and `PlainBackward`: then what depends on queries 
 bounds alone is computed once a ring, before its loop.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,56 @@ class PlainBackward:
         q, *others = self.rows
         operands = q, k, v, *others, *seen
         return self.backend.backward(*operands, dq=dq, dkv=dkv, **self.scores)
+
+
+def forward_of(make: Callable) -> Callable:
+    """Returns a backend's `forward`, as `reference` documents it: one of its steps.
+
+    make: the backend's `forward_steps`, which may have more options than `reference`.
+    """
+
+    def forward(q, k, v, k_start, k_end, *, carry=None, **options):
+        steps = make(q, k, Visible(k_start, k_end), **options)
+        start = None if carry is None else steps.begin(carry)
+        return steps.finish(steps.attend(k, v, steps.prepare(k_start, k_end), start))
+
+    return forward
+
+
+def backward_of(make: Callable) -> Callable:
+    """Returns a backend's `backward`; make: its `backward_steps`: see `forward_of`."""
+
+    def backward(q, k, v, *rows, dq, dkv=None, **options):
+        *rows, k_start, k_end = rows
+        steps = make((q, *rows), k, Visible(k_start, k_end), **options)
+        return steps.add(k, v, steps.prepare(k_start, k_end), dq, dkv)
+
+    return backward
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A backend whose kernels have a launch of their own: a chip, blocks, an order.
+
+    kernels: the backend, of `forward_steps` and `backward_steps`.
+    """
+
+    launch: Any
+    kernels: Any
+
+    def forward_steps(self, *operands: Any, **options: Any) -> Any:
+        return self.kernels.forward_steps(*operands, launch=self.launch, **options)
+
+    def backward_steps(self, *operands: Any, **options: Any) -> Any:
+        return self.kernels.backward_steps(*operands, launch=self.launch, **options)
+
+    @property
+    def forward(self) -> Callable:
+        return forward_of(self.forward_steps)
+
+    @property
+    def backward(self) -> Callable:
+        return backward_of(self.backward_steps)
 
 
 def forward_steps(

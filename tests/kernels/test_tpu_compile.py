@@ -28,10 +28,10 @@ from kernels.ring_attention import make_ring_attention
 from tests.ring_layers import (
     HEAD_DIM,
     HEADS,
-    LAYERS,
     compile_without_bodies,
     layers_gradient,
     sharded_array,
+    small_instructions,
     striped_attention,
 )
 from tests.steps import PASSES, StepCase
@@ -90,20 +90,6 @@ def compiled_layers(
     gradient, inputs = layers_gradient(mesh, pallas_tpu, length, route=route, **sizes)
     program = jax.jit(gradient, compiler_options=compiler_options(kind))
     return compile_without_bodies(mesh, program, *inputs).as_text()
-
-
-def small_instructions(text: str, ring_size: int) -> float:
-    """Counts what a ring step of a layer runs in its loops, forward and backward.
-
-    Without transfers, kernels, what costs nothing, and additions of whole shards.
-    """
-    program, total = Program.parse(text, ring_size), 0
-    for name, times in program.runs.items():
-        found = {one.kind for one in program.computations.get(name, ())}
-        if times > LAYERS and found & {"kernel", TRANSFER}:
-            operations = program.text[name].operations.values()
-            total += times * sum(one.is_small for one in operations)
-    return total / LAYERS / ring_size
 
 
 def overlapped_forward(ring_size: int, ways: int = 2) -> str:

@@ -1,89 +1,42 @@
 """Launches the Hopper (H100, H200) kernels behind `reference`'s signature.
 
-Pads operands to whole tiles, counts in XLA which tiles are live (see `tile_ranges`) and
-runs the kernels of `forward`, `backward` and `backward_dq`.
+Pads queries to whole tiles and counts in XLA which tiles are live (see `tile_ranges`),
+once a ring, and runs the kernels of `forward`, `backward` and `backward_dq`.
 
 An exponent is one fused multiply-add of a score, the scale and the maximum, so it is
 off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 overflow.
 """
 
-import functools
 import re
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...device import device_kind
+from ...masks import Visible
 from ...merge import Partial, added
-from ...precision import LOG2_E, exponent_factors
+from ...precision import LOG2_E, exponent_factors, forward_factors
 from ..block_sizes import BlockSizes
+from ..steps import Rows, backward_of, forward_of
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
 from . import backward_tile as dkv_kernel
 from . import forward as forward_kernel
+from .backward_tile import BackwardTile
+from .block_sizes import BACKWARD, BACKWARD_DQ, FORWARD, HopperBlocks, chosen_blocks
 from .emulation import EmulatedOps
-from .shared import BLOCK_Q, ROWS, SHARED_BYTES, NativeOps
-
-SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
+from .shared import BLOCK_Q, ROWS, NativeOps
 
 HOPPER = re.compile(r"NVIDIA G?H\d")
 """Kinds of device: H100, H200, H20, GH200 …"""
 
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 """Types of operands that the kernels multiply."""
-
-KEY_MULTIPLE = 64
-"""Divisor of block_k of the forward kernel."""
-
-
-@dataclass(frozen=True)
-class HopperBlocks:
-    """Block sizes of the forward kernel.
-
-    block_k: keys of a tile, a multiple of 64.
-    stages: key and value tiles that shared memory holds, at least 2.
-    """
-
-    block_k: int
-    stages: int
-
-    def __post_init__(self):
-        if self.block_k < KEY_MULTIPLE or self.block_k % KEY_MULTIPLE:
-            valid = -(-max(self.block_k, 1) // KEY_MULTIPLE) * KEY_MULTIPLE
-            raise ValueError(
-                f"block_k of hopper must be a multiple of {KEY_MULTIPLE}, got {self}: "
-                f"the next is {valid}"
-            )
-        if self.stages < 2:  # V(n) must arrive while V(n-1) is in use
-            raise ValueError(f"stages must be at least 2, got {self}")
-
-
-FORWARD = {
-    64: HopperBlocks(block_k=128, stages=4),
-    128: HopperBlocks(block_k=128, stages=2),
-    256: HopperBlocks(block_k=64, stages=2),
-}
-"""By head size, others being padded to the next: the largest tiles without spills."""
-
-BACKWARD = {
-    64: {"block_q": 128, "q_stages": 2, "do_stages": 2},
-    128: {"block_q": 64, "q_stages": 2, "do_stages": 2},
-    256: {"block_q": 64, "q_stages": 2, "do_stages": 2},
-}
-"""Likewise for the kernel of `backward`."""
-
-BACKWARD_DQ = {
-    64: {"block_k": 128, "k_stages": 4, "v_stages": 4},
-    128: {"block_k": 128, "k_stages": 2, "v_stages": 2},
-    256: {"block_k": 64, "k_stages": 2, "v_stages": 1},
-}
-"""Likewise for the kernel of `backward_dq`."""
 
 FUSED = 64, 128
 """Head sizes of which registers hold the accumulators of dq, dk and dv at once."""
@@ -111,20 +64,145 @@ class Launch:
         return NativeOps() if self.interpret is None else EmulatedOps()
 
 
-def forward(
+Seen = tuple[jax.Array, ...]
+"""What a kernel reads of the bounds: its operands of these names, in that order."""
+
+
+def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> Seen:
+    """Returns live, full, k_start and k_end of a kernel that owns query tiles."""
+    bounds = _padded_bounds(k_start, k_end)
+    live, full = (key_ranges(*bounds, rows, block_k) for rows in (BLOCK_Q, ROWS))
+    return *_pairs(live, full), *bounds
+
+
+def _of_key_tiles(
+    k_start: jax.Array, k_end: jax.Array, tile: BackwardTile, keys: int
+) -> Seen:
+    """Returns live, full and bounds of a kernel that owns key tiles."""
+    bounds, block_q = _padded_bounds(k_start, k_end), tile.block_q
+    live, full = (
+        query_ranges(*bounds, block_q, block_k, keys)
+        for block_k in (tile.block_k, ROWS)
+    )
+    return *_pairs(live, full), _stacked(bounds, block_q)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Forward steps of queries: see `backends.steps.PlainForward`.
+
+    shape: (B, L, H, D). q: the same in whole tiles, (B, T, H, d).
+    """
+
+    tile: forward_kernel.ForwardTile
+    interpret: plgpu.InterpretGPUParams | None
+    shape: tuple[int, ...]
+    q: jax.Array
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+        """Finds the live tiles of query tiles."""
+        return _of_query_tiles(k_start, k_end, self.tile.block_k)
+
+    def begin(self, partial: Partial) -> Partial:
+        """Pads a partial result to whole tiles."""
+        out, lse = partial
+        return _padded(out, BLOCK_Q, self.q.shape[-1]), _padded_rows(lse)
+
+    def attend(
+        self, k: jax.Array, v: jax.Array, seen: Seen, carry: Partial | None
+    ) -> Partial:
+        """Runs the kernel."""
+        k, v = (_padded(x, self.tile.block_k, self.q.shape[-1]) for x in (k, v))
+        operands = forward_kernel.Operands(*seen, self.q, k, v, carry or ())
+        return forward_kernel.forward_call(self.tile, operands, self.interpret)
+
+    def finish(self, carry: Partial) -> Partial:
+        """Returns out (B, L, H, D) and lse (B, H, L)."""
+        out, lse = carry
+        _, length, _, depth = self.shape
+        return out[:, :length, :, :depth], lse[..., :length]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Backward steps of queries: see `backends.steps.PlainBackward`.
+
+    One kernel computes all gradients, in five products a tile. Or one computes dk and
+    dv, and another dq: see `Launch`. These take seven products, and nine for heads of
+    more than 128 numbers: two consumers then need the same P, for half of dk and dv.
+
+    key_tile: of the kernel of dk and dv. query_tile: of that of dq, if it has its own.
+    shape: of q, (B, L, H, D). keys: of a shard, in whole tiles.
+    q, do: (B, T, H, d). rows: lse, for exponents of 2, and delta, (B, H, T).
+    """
+
+    key_tile: BackwardTile
+    query_tile: dq_kernel.QueryTile | None
+    interpret: plgpu.InterpretGPUParams | None
+    shape: tuple[int, ...]
+    keys: int
+    q: jax.Array
+    do: jax.Array
+    rows: tuple[jax.Array, jax.Array]
+    lse_delta: jax.Array  # [B, H, T / block_q, 2, block_q]
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> tuple[Seen, Seen | None]:
+        """Finds the live tiles of key tiles, and of query tiles for another kernel."""
+        of_keys = _of_key_tiles(k_start, k_end, self.key_tile, self.keys)
+        tile = self.query_tile
+        return of_keys, tile and _of_query_tiles(k_start, k_end, tile.block_k)
+
+    def add(
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        seen: tuple[Seen, Seen | None],
+        dq: jax.Array,
+        dkv: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Runs the kernels.
+
+        They add to dq in its place. XLA forgets that, and loses dq, where it fuses a
+        kernel with slices that it reads or updates; it fuses nothing across a barrier.
+        """
+        (_, length, _, depth), d, keys = self.shape, self.q.shape[-1], k.shape[1]
+        k, v = (_padded(x, self.keys, d) for x in (k, v))
+        (live, full, bounds), of_queries = seen
+        rows = self.q, self.do, self.lse_delta, bounds
+        dkv_operands = dkv_kernel.Operands(live, full, k, v, *rows)
+        rows = *self.rows, self.q, self.do
+        dq_operands = of_queries and dq_kernel.Operands(*of_queries, *rows, k, v)
+        everything = dkv_operands, dq_operands, _padded(dq, BLOCK_Q, d)
+        dkv_operands, dq_operands, dq = lax.optimization_barrier(everything)
+        if dq_operands is None:
+            gradients = backward_kernel.backward_call(
+                self.key_tile, dkv_operands, dq, self.interpret
+            )
+        else:
+            dk, dv = backward_kernel.key_gradients_call(
+                self.key_tile, dkv_operands, self.interpret
+            )
+            dq = dq_kernel.query_gradients_call(
+                self.query_tile, dq_operands, dq, self.interpret
+            )
+            gradients = dq, dk, dv
+        dq, dk, dv = lax.optimization_barrier(gradients)
+        gradients = dq[:, :length], dk[:, :keys], dv[:, :keys]
+        dq, dk, dv = (x[..., :depth] for x in gradients)
+        return dq, *added(dkv, (dk, dv))
+
+
+def forward_steps(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
+    visible: Visible,
     *,
     scale: float,
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
-    carry: Partial | None = None,
     launch: Launch = Launch(),
-) -> Partial:
-    """Attends from every query to the keys [k_start, k_end): see `reference`.
+) -> Forward:
+    """Pads queries, (B, L, H, D): see `backends.steps.forward_steps`.
 
     block_sizes: those of a tile; block_q is always 128. `launch.blocks` unless given.
 
@@ -133,173 +211,64 @@ def forward(
       NotImplementedError: a head that is too large, or there is no Hopper GPU to
         compile for.
     """
-    if launch.interpret is None:
-        _check_gpu()
-    d = _padded_head_size(q)
-    blocks = _blocks(launch.blocks or FORWARD[d], d, block_sizes)
-    length = q.shape[1]
-    more_q, more_k = -length % BLOCK_Q, -k.shape[1] % blocks.block_k
-    scale, tanh_scale = exponent_factors(scale, soft_cap)
-    if scale <= 0:  # the kernel takes maxima before it scales
-        k, scale = k * np.sign(scale).astype(k.dtype), -scale or 1.0
-    tile = forward_kernel.ForwardTile(
-        block_k=blocks.block_k,
-        stages=blocks.stages,
-        # -inf times a number that is flushed to 0 would be nan.
-        scale=max(scale, SMALLEST),
-        tanh_scale=tanh_scale,
-        ops=launch.ops,
-    )
-    k_start, k_end = (_padded_bound(x, more_q) for x in (k_start, k_end))
-    live = key_ranges(k_start, k_end, BLOCK_Q, blocks.block_k)
-    full = key_ranges(k_start, k_end, ROWS, blocks.block_k)
-    operands = forward_kernel.Operands(
-        live=_live(live),  # [M, T / 128, 2]
-        full=_full(full),  # [M, T / 64, 2]
-        k_start=k_start,  # [M, T]
-        k_end=k_end,  # [M, T]
-        q=_padded(q, more_q, d),  # [B, T, H, d]
-        k=_padded(k, more_k, d),  # [B, S, K, d]
-        v=_padded(v, more_k, d),  # [B, S, K, d]
-        carry=_padded_carry(carry, more_q, d),  # ([B, T, H, d], [B, H, T]) or ()
-    )
-    out, lse = forward_kernel.forward_call(tile, operands, launch.interpret)
-    return out[:, :length, :, : q.shape[-1]], lse[..., :length]
+    del k, visible
+    d = _checked_head_size(q, launch)
+    blocks = chosen_blocks(launch.blocks, d, block_sizes)
+    shape, (q, factor, tanh_scale) = q.shape, forward_factors(q, scale, soft_cap)
+    sizes = blocks.block_k, blocks.stages
+    tile = forward_kernel.ForwardTile(*sizes, factor, tanh_scale, launch.ops)
+    return Forward(tile, launch.interpret, shape, _padded(q, BLOCK_Q, d))
 
 
-class Step(NamedTuple):
-    """Operands of the backward kernels, in whole tiles.
-
-    lse: for exponents of 2.
-    """
-
-    q: jax.Array  # [B, T, H, d]
-    do: jax.Array  # [B, T, H, d]
-    k: jax.Array  # [B, S, K, d]
-    v: jax.Array  # [B, S, K, d]
-    lse: jax.Array  # [B, H, T]
-    delta: jax.Array  # [B, H, T]
-    k_start: jax.Array  # [M, T]
-    k_end: jax.Array  # [M, T]
-
-
-def backward(
-    q: jax.Array,
+def backward_steps(
+    rows: Rows,
     k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
+    visible: Visible,
     *,
     scale: float,
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
-    dq: jax.Array,
-    dkv: tuple[jax.Array, jax.Array] | None = None,
     launch: Launch = Launch(),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the gradients of the attention to these keys: see `reference`.
-
-    One kernel computes all three, in five products a tile. Or one computes dk and dv,
-    and another dq: see `Launch`. These take seven products, and nine for heads of more
-    than 128 numbers: two consumers then need the same P, for half of dk and dv each.
+) -> Backward:
+    """Pads q, do, lse and delta: see `backends.steps.backward_steps`.
 
     block_sizes: no meaning here: registers leave no choice.
 
     Raises:
       ValueError: a type that the kernels do not multiply.
-      NotImplementedError: as `forward`.
+      NotImplementedError: as `forward_steps`.
     """
-    del block_sizes
-    if launch.interpret is None:
-        _check_gpu()
-    d = _padded_head_size(q)
-    length, keys = q.shape[1], k.shape[1]
-    more_q, more_k = -length % BLOCK_Q, -keys % BLOCK_K
-    if soft_cap is not None and keys <= BLOCK_K:
-        more_k += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
-    row = (0, 0), (0, 0), (0, more_q)
-    step = Step(
-        q=_padded(q, more_q, d),
-        do=_padded(do, more_q, d),
-        k=_padded(k, more_k, d),
-        v=_padded(v, more_k, d),
-        # P of rows after the end is 0.
-        lse=jnp.pad(_exponents(lse, soft_cap), row, constant_values=jnp.inf),
-        delta=jnp.pad(delta, row),
-        k_start=_padded_bound(k_start, more_q),
-        k_end=_padded_bound(k_end, more_q),
-    )
+    del visible, block_sizes
+    q, do, lse, delta = rows
+    d = _checked_head_size(q, launch)
     names = "exponent_scale", "tanh_scale"
     factors = exponent_factors(scale, soft_cap)
     constants = dict(zip(names, factors, strict=True), ops=launch.ops)
-    dq, dk, dv = _gradients(step, constants, _padded(dq, more_q, d), launch)
-    gradients = dq[:, :length], dk[:, :keys], dv[:, :keys]
-    dq, dk, dv = (x[..., : q.shape[-1]] for x in gradients)
-    return dq, *added(dkv, (dk, dv))
-
-
-def _gradients(
-    step: Step, constants: dict[str, Any], dq: jax.Array, launch: Launch
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs the kernels. constants: those of the kernels' tiles.
-
-    They add to dq in its place. XLA forgets that, and loses dq, where it fuses a kernel
-    with slices that it reads or updates; it fuses nothing across a barrier.
-    """
-    step, dq = lax.optimization_barrier((step, dq))
-    d = step.q.shape[-1]
-    tile = dkv_kernel.BackwardTile(d=d, **BACKWARD[d], **constants)
-    operands = _backward_operands(step, tile)
-    if d in FUSED and not launch.is_deterministic:
-        gradients = backward_kernel.backward_call(tile, operands, dq, launch.interpret)
-        return lax.optimization_barrier(gradients)
-    dk, dv = backward_kernel.key_gradients_call(tile, operands, launch.interpret)
-    tile = dq_kernel.QueryTile(**BACKWARD_DQ[d], **constants)
-    operands = _dq_operands(step, tile)
-    dq = dq_kernel.query_gradients_call(tile, operands, dq, launch.interpret)
-    return lax.optimization_barrier((dq, dk, dv))
-
-
-def _backward_operands(
-    step: Step, tile: dkv_kernel.BackwardTile
-) -> dkv_kernel.Operands:
-    ranges = functools.partial(
-        query_ranges,
-        step.k_start,
-        step.k_end,
-        tile.block_q,
-        num_keys=step.k.shape[1],
-    )
-
-    def stack(*rows: jax.Array) -> jax.Array:
-        """Stacks [..., T] each -> [..., T / block_q, 2, block_q]."""
-        tiles = (x.reshape(*x.shape[:-1], -1, tile.block_q) for x in rows)
-        return jnp.stack(list(tiles), axis=-2)
-
-    return dkv_kernel.Operands(
-        live=_live(ranges(tile.block_k)),  # [M, S / block_k, 2]
-        full=_full(ranges(ROWS)),  # [M, S / 64, 2]
-        k=step.k,
-        v=step.v,
-        q=step.q,
-        do=step.do,
-        lse_delta=stack(step.lse, step.delta),  # [B, H, T / block_q, 2, block_q]
-        bounds=stack(step.k_start, step.k_end),  # [M, T / block_q, 2, block_q]
+    query_tile = None
+    if d not in FUSED or launch.is_deterministic:
+        query_tile = dq_kernel.QueryTile(**BACKWARD_DQ[d], **constants)
+    key_tile = BackwardTile(d=d, **BACKWARD[d], **constants)
+    keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
+    if soft_cap is not None and keys == BLOCK_K:
+        keys += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
+    # Without the barrier XLA makes one fusion of delta's sum and what stacks it, in
+    # which a thread adds up a row. P of rows after the end is 0.
+    delta = _padded_rows(lax.optimization_barrier(delta))
+    lse = _padded_rows(_exponents(lse, soft_cap), jnp.inf)
+    return Backward(
+        key_tile=key_tile,
+        query_tile=query_tile,
+        interpret=launch.interpret,
+        shape=q.shape,
+        keys=keys,
+        q=_padded(q, BLOCK_Q, d),
+        do=_padded(do, BLOCK_Q, d),
+        rows=(lse, delta),
+        lse_delta=_stacked((lse, delta), key_tile.block_q),
     )
 
 
-def _dq_operands(step: Step, tile: dq_kernel.QueryTile) -> dq_kernel.Operands:
-    ranges = functools.partial(
-        key_ranges, step.k_start, step.k_end, block_k=tile.block_k
-    )
-    return dq_kernel.Operands(
-        live=_live(ranges(BLOCK_Q)),  # [M, T / 128, 2]
-        full=_full(ranges(ROWS)),  # [M, T / 64, 2]
-        **step._asdict(),
-    )
+forward, backward = forward_of(forward_steps), backward_of(backward_steps)
 
 
 def _exponents(lse: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -313,26 +282,19 @@ def _exponents(lse: jax.Array, soft_cap: float | None) -> jax.Array:
     return jnp.where(lse == -jnp.inf, jnp.inf, (lse + soft_cap) * LOG2_E)
 
 
-def _live(ranges: TileRanges) -> jax.Array:
-    """Stacks live tiles as [M, tiles, 2], half-open."""
-    return jnp.stack([ranges.live_begin, ranges.live_end], axis=-1)
+def _pairs(live: TileRanges, full: TileRanges) -> Iterator[jax.Array]:
+    """Stacks the live tiles of one and the full ones of another: [M, tiles, 2] each."""
+    for pair in (live.live_begin, live.live_end), (full.full_begin, full.full_end):
+        yield jnp.stack(pair, axis=-1)
 
 
-def _full(ranges: TileRanges) -> jax.Array:
-    """Stacks full tiles as [M, tiles, 2], half-open."""
-    return jnp.stack([ranges.full_begin, ranges.full_end], axis=-1)
-
-
-def _check_gpu() -> None:
-    if not HOPPER.match(device_kind()):
+def _checked_head_size(q: jax.Array, launch: Launch) -> int:
+    """Returns the head size, at least that of q, that there are kernels for."""
+    if launch.interpret is None and not HOPPER.match(device_kind()):
         raise NotImplementedError(
             "hopper needs an H100 or H200 GPU, or a mesh that describes one, got "
             f"{device_kind()!r}: name another implementation, or none"
         )
-
-
-def _padded_head_size(q: jax.Array) -> int:
-    """Returns the head size, at least that of q, that there are kernels for."""
     if q.dtype not in TYPES:
         raise ValueError(
             f"for hopper, q.dtype must be bfloat16 or float16, got {q.dtype}: cast q, "
@@ -347,32 +309,25 @@ def _padded_head_size(q: jax.Array) -> int:
     return min(sizes)
 
 
-def _blocks(blocks: HopperBlocks, d: int, sizes: BlockSizes | None) -> HopperBlocks:
-    if sizes is not None:
-        if sizes.block_q != BLOCK_Q:
-            raise ValueError(f"block_q of hopper must be {BLOCK_Q}, got {sizes}")
-        blocks = replace(blocks, block_k=sizes.block_k)
-    needed = forward_kernel.smem_bytes(blocks.block_k, blocks.stages, d)
-    if needed > SHARED_BYTES:
-        raise ValueError(
-            f"shared memory of hopper must be at most {SHARED_BYTES} bytes, got "
-            f"{needed} of {blocks} at head size {d}: make block_k or stages smaller"
-        )
-    return blocks
-
-
 def _padded(x: jax.Array, rows: int, d: int) -> jax.Array:
-    """Pads (B, T, H, D) -> (B, T + rows, H, d), with zeros."""
-    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, d - x.shape[-1])))
+    """Pads (B, T, H, D), with zeros, to a multiple of `rows` and to d numbers."""
+    more = -x.shape[1] % rows, d - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, more[0]), (0, 0), (0, more[1])))
 
 
-def _padded_bound(bound: jax.Array, rows: int) -> jax.Array:
-    """Pads (M, T) -> (M, T + rows), with the last."""
-    return jnp.pad(bound, ((0, 0), (0, rows)), mode="edge")
+def _padded_rows(x: jax.Array, value: float = 0.0) -> jax.Array:
+    """Pads (B, H, L) to whole query tiles."""
+    more = -x.shape[-1] % BLOCK_Q
+    return jnp.pad(x, ((0, 0), (0, 0), (0, more)), constant_values=value)
 
 
-def _padded_carry(carry: Partial | None, rows: int, d: int) -> tuple[jax.Array, ...]:
-    if carry is None:
-        return ()
-    out, lse = carry
-    return _padded(out, rows, d), jnp.pad(lse, ((0, 0), (0, 0), (0, rows)))
+def _padded_bounds(*bounds: jax.Array) -> tuple[jax.Array, ...]:
+    """Pads (M, L) each to whole query tiles, with the last."""
+    more = -bounds[0].shape[1] % BLOCK_Q
+    return tuple(jnp.pad(x, ((0, 0), (0, more)), mode="edge") for x in bounds)
+
+
+def _stacked(rows: tuple[jax.Array, ...], block_q: int) -> jax.Array:
+    """Stacks two [..., T] as [..., T / block_q, 2, block_q]."""
+    tiles = [x.reshape(*x.shape[:-1], -1, block_q) for x in rows]
+    return jnp.stack(tiles, axis=-2)

@@ -16,7 +16,7 @@ from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E
 from ..block_sizes import BlockSizes
-from ..steps import Rows
+from ..steps import Rows, backward_of, forward_of
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import forward as forward_kernel
@@ -46,62 +46,6 @@ class Launch:
     chip: pltpu.TpuInfo | None = None
     blocks: TpuBlocks | None = None
     interpret: bool | pltpu.InterpretParams = False
-
-
-def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    carry: Partial | None = None,
-    launch: Launch = Launch(),
-) -> Partial:
-    """Attends from every query to the keys [k_start, k_end): see `reference`.
-
-    block_sizes: of a tile; `launch.blocks` unless given.
-
-    Raises:
-      ValueError: a type that TPUs do not multiply, or tiles that do not fit the chip.
-      NotImplementedError: there is no TPU to compile for, or it has too little memory
-        for any tiles, or for the bounds of all of them; or a soft cap out of range.
-    """
-    visible, scores = Visible(k_start, k_end), {"scale": scale, "soft_cap": soft_cap}
-    options = {"block_sizes": block_sizes, "launch": launch}
-    steps = forward_steps(q, k, visible, **scores, **options)
-    start = None if carry is None else steps.begin(carry)
-    return steps.finish(steps.attend(k, v, steps.prepare(*visible), start))
-
-
-def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    dq: jax.Array,
-    dkv: tuple[jax.Array, jax.Array] | None = None,
-    launch: Launch = Launch(),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of the attention to these keys: see `reference`.
-
-    block_sizes, launch, and what is raised: as in `forward`.
-    """
-    visible, scores = Visible(k_start, k_end), {"scale": scale, "soft_cap": soft_cap}
-    options = {"block_sizes": block_sizes, "launch": launch}
-    steps = backward_steps((q, do, lse, delta), k, visible, **scores, **options)
-    return steps.add(k, v, steps.prepare(*visible), dq, dkv)
 
 
 @dataclass(frozen=True)
@@ -232,7 +176,15 @@ def forward_steps(
     block_sizes: BlockSizes | None = None,
     launch: Launch = Launch(),
 ) -> Forward:
-    """Cuts and lays out queries, (B, T, H, D): see `backends.steps.forward_steps`."""
+    """Cuts and lays out queries, (B, T, H, D): see `backends.steps.forward_steps`.
+
+    block_sizes: of a tile; `launch.blocks` unless given.
+
+    Raises:
+      ValueError: a type that TPUs do not multiply, or tiles that do not fit the chip.
+      NotImplementedError: there is no TPU to compile for, or it has too little memory
+        for any tiles, or for the bounds of all of them; or a soft cap out of range.
+    """
     chip, cap = _checked(launch.chip, q.dtype, soft_cap)
     cut = cut_forward(chip, q, k, launch.blocks, block_sizes, is_capped=bool(cap))
     setup = Setup.of(chip, cut, (q, k, visible.k_start), (scale, cap), launch.interpret)
@@ -265,6 +217,9 @@ def backward_steps(
         lse_delta=jnp.stack((lse, delta), 3),
         is_dq_resident=is_dq_resident,
     )
+
+
+forward, backward = forward_of(forward_steps), backward_of(backward_steps)
 
 
 def _checked(

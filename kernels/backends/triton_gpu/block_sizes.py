@@ -104,12 +104,10 @@ def padded_depth(depth: int) -> int:
     return max(16, 1 << (depth - 1).bit_length())
 
 
-def chosen_blocks(
-    capability: int, q: jax.Array, soft_cap: float | None
-) -> KernelBlocks:
+def chosen_blocks(capability: int, q: jax.Array, is_capped: bool) -> KernelBlocks:
     """Returns the table's choice for this chip, or for the one most like it."""
     if q.dtype == jnp.float32:
-        table = FLOAT32 if soft_cap is None else FLOAT32_CAPPED
+        table = FLOAT32_CAPPED if is_capped else FLOAT32
     elif capability in (86, 89) or capability >= 120:  # for desktops: little memory
         table = ADA
     elif capability >= 100:

@@ -1,26 +1,29 @@
 """Flash attention on GPUs before and beside Hopper: Triton kernels behind the signature
 of `reference`.
 
-Measures a problem, counts the live tiles of its intervals in XLA, and launches the
-kernels of `kernels` through jax-triton. Both are imported when a step is first run.
+Measures a problem, counts the live tiles of its intervals in XLA, once a ring, and
+launches the kernels of `kernels` through jax-triton. Both are imported when a step is
+first run.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
+from ...masks import Visible
 from ...merge import Partial, added
-from ...precision import exponent_factors
+from ...precision import exponent_factors, forward_factors
+from .. import steps
 from ..block_sizes import BlockSizes
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from .block_sizes import KernelBlocks, TritonBlocks, chosen_blocks, padded_depth
 
-SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 TYPES = jnp.bfloat16, jnp.float16, jnp.float32
 
 
@@ -146,32 +149,124 @@ class Launch:
     blocks: KernelBlocks | None = None
     call: Callable = triton_call
 
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel for a problem; call: `Launch.call` of it."""
+
+    sizes: Sizes
+    call: Callable
+
     def run(
-        self, kernel: str, operands: tuple[jax.Array, ...], *results: Any, **how: Any
+        self, tiles: int, operands: tuple[jax.Array, ...], *results: Any
     ) -> tuple[jax.Array, ...]:
-        """Runs `call`; under `jax.vmap`, which Triton does not know, one by one."""
+        """Runs it; under `jax.vmap`, which Triton does not know, one by one.
 
-        @jax.custom_batching.sequential_vmap
-        def one(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return self.call(kernel, operands, results, **how)
+        tiles: of each head of the first result, [B, T or S, H or K, D].
+        """
+        batch, _, heads, _ = results[0].shape
+        options = {"programs": batch * heads * tiles, "sizes": self.sizes}
+        call = functools.partial(self.call, results=results, **options)
+        one_by_one = jax.custom_batching.sequential_vmap
+        return one_by_one(lambda *operands: call(operands))(*operands)
 
-        return one(*operands)
+
+Seen = tuple[jax.Array, ...]
+"""bounds, int32 [2, M, T], and `TileRanges` of each kernel, int32 [4, M, tiles]."""
 
 
-def forward(
+@dataclass(frozen=True)
+class Forward:
+    """Forward steps of queries: see `backends.steps.PlainForward`.
+
+    q: [B, T, H, block_d].
+    """
+
+    kernel: Kernel
+    q: jax.Array
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+        """Finds the live tiles of query tiles."""
+        sizes, bounds = self.kernel.sizes, _stacked(k_start, k_end)
+        return bounds, _stacked(*key_ranges(*bounds, sizes.block_q, sizes.block_k))
+
+    def begin(self, partial: Partial) -> Partial:
+        """Returns it, out [B, T, H, D] and lse [B, H, T], as it is."""
+        return partial
+
+    def attend(
+        self, k: jax.Array, v: jax.Array, seen: Seen, carry: Partial | None
+    ) -> Partial:
+        """Runs the kernel."""
+        sizes, (batch, length, heads, _) = self.kernel.sizes, self.q.shape
+        nothing = jnp.zeros((1,), jnp.float32)
+        # [B, T, H, block_d], [B, S, K, block_d], bounds, ranges, carry.
+        operands = self.q, *_widened(k, v), *seen, *(carry or (nothing, nothing))
+        kernel = replace(self.kernel, sizes=replace(sizes, has_carry=bool(carry)))
+        out = jax.ShapeDtypeStruct((batch, length, heads, sizes.depth), jnp.float32)
+        lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+        out, lse = kernel.run(sizes.query_tiles, operands, out, lse)
+        return out, lse
+
+    def finish(self, carry: Partial) -> Partial:
+        """Returns it as it is."""
+        return carry
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Backward steps of queries: see `backends.steps.PlainBackward`.
+
+    q, do: [B, T, H, block_d]. rows: lse and delta, [B, H, T].
+    """
+
+    dkv: Kernel
+    dq: Kernel
+    q: jax.Array
+    do: jax.Array
+    rows: tuple[jax.Array, jax.Array]
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+        """Finds the live tiles of key tiles, and of query tiles."""
+        bounds, sizes = _stacked(k_start, k_end), self.dkv.sizes
+        across = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
+        across = _with_whole_tiles(across, sizes.queries // sizes.block_q)
+        sizes = self.dq.sizes
+        ranges = across, key_ranges(*bounds, sizes.block_q, sizes.block_k)
+        return bounds, *(_stacked(*x) for x in ranges)
+
+    def add(
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        seen: Seen,
+        dq: jax.Array,
+        dkv: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Runs the kernels."""
+        bounds, of_keys, of_queries = seen
+        # [B, T or S, H or K, block_d], [B, H, T], bounds.
+        operands = self.q, *_widened(k, v), self.do, *self.rows, bounds
+        gradient = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # [B, S, K, D]
+        tiles = self.dkv.sizes.key_tiles
+        dk, dv = self.dkv.run(tiles, (*operands, of_keys), gradient, gradient)
+        gradient = jax.ShapeDtypeStruct(dq.shape, jnp.float32)  # [B, T, H, D]
+        tiles = self.dq.sizes.query_tiles
+        (dq,) = self.dq.run(tiles, (*operands, of_queries, dq), gradient)
+        return dq, *added(dkv, (dk, dv))
+
+
+def forward_steps(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
+    visible: Visible,
     *,
     scale: float,
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
-    carry: Partial | None = None,
     launch: Launch = Launch(),
-) -> Partial:
-    """Computes attention of every query to the keys [k_start, k_end): see `reference`.
+) -> Forward:
+    """Lays out queries, (B, T, H, D): see `backends.steps.forward_steps`.
 
     block_sizes: of a tile; by default those of `launch.blocks`.
 
@@ -181,103 +276,66 @@ def forward(
       NotImplementedError: a head that is too large, no GPU to compile for, or no
         jax-triton.
     """
-    capability = _checked_capability(launch.capability, q)
-    blocks = launch.blocks or chosen_blocks(capability, q, soft_cap)
-    blocks = blocks.forward.with_tiles(block_sizes)
-    scale_log2, tanh_scale = exponent_factors(scale, soft_cap)
-    if scale_log2 < 0:
-        # The kernel takes the maximum before it scales.
-        q = -q
-    # A scale of 0 would turn the -inf of masked scores into nan; one as small as this
-    # makes all weights equal too.
-    scales = max(abs(scale_log2), SMALLEST), tanh_scale
-    sizes = _measured(q, k, k_start, scales, blocks, carry is not None)
-    bounds = _stacked(k_start, k_end)
-    ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
-    nothing = jnp.zeros((1,), jnp.float32)
-    out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    row = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    q, k, v = _widened(q, k, v)
-    operands = (
-        q,  # [B, T, H, block_d]
-        *(k, v),  # [B, S, K, block_d]
-        bounds,  # int32 [2, M, T]
-        _stacked(*ranges),  # int32 [4, M, query_tiles]
-        *(carry or (nothing, nothing)),  # out [B, T, H, D], lse [B, H, T]
-    )
-    out, lse = launch.run(
-        "forward",
-        operands,
-        out,
-        row,
-        programs=q.shape[0] * sizes.heads * sizes.query_tiles,
-        sizes=sizes,
-        blocks=blocks,
-        capability=capability,
-    )
-    return out, lse
+    q, *scales = forward_factors(q, scale, soft_cap)
+    problem = q, k, visible, tuple(scales)
+    (kernel,) = _kernels(launch, ("forward",), problem, block_sizes)
+    return Forward(kernel, *_widened(q))
 
 
-def backward(
-    q: jax.Array,
+def backward_steps(
+    rows: steps.Rows,
     k: jax.Array,
-    v: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
+    visible: Visible,
     *,
     scale: float,
     soft_cap: float | None = None,
     block_sizes: BlockSizes | None = None,
-    dq: jax.Array,
-    dkv: tuple[jax.Array, jax.Array] | None = None,
     launch: Launch = Launch(),
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the gradients of the attention to these keys: see `reference`.
+) -> Backward:
+    """Lays out q, do, lse and delta; block_sizes, errors: as in `forward_steps`."""
+    q, do, lse, delta = rows
+    problem = q, k, visible, exponent_factors(scale, soft_cap)
+    names = "backward_dkv", "backward_dq"
+    kernels = _kernels(launch, names, problem, block_sizes)
+    return Backward(*kernels, *_widened(q, do), (lse, delta))
 
-    block_sizes, launch, errors: as in `forward`.
+
+forward = steps.forward_of(forward_steps)
+backward = steps.backward_of(backward_steps)
+
+
+def _kernels(
+    launch: Launch,
+    names: tuple[str, ...],
+    problem: tuple[jax.Array, jax.Array, Visible, tuple[float, float | None]],
+    block_sizes: BlockSizes | None,
+) -> list[Kernel]:
+    """Returns kernels for a problem.
+
+    problem: q, k, their bounds, and the factors of `exponent_factors`.
     """
+    q, k, visible, (scale_log2, tanh_scale) = problem
     capability = _checked_capability(launch.capability, q)
-    blocks = launch.blocks or chosen_blocks(capability, q, soft_cap)
-    bounds = _stacked(k_start, k_end)
-    operands = (
-        *_widened(q, k, v, do),  # [B, T or S, H or K, block_d]
-        *(lse, delta),  # [B, H, T]
-        bounds,  # int32 [2, M, T]
-    )
-
-    dkv_blocks = blocks.backward_dkv.with_tiles(block_sizes)
-    scales = exponent_factors(scale, soft_cap)
-    sizes = _measured(q, k, k_start, scales, dkv_blocks)
-    ranges = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
-    ranges = _with_whole_tiles(ranges, sizes.queries // sizes.block_q)
-    gradient = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # [B, S, K, D]
-    dk, dv = launch.run(
-        "backward_dkv",
-        (*operands, _stacked(*ranges)),
-        gradient,
-        gradient,
-        programs=k.shape[0] * sizes.kv_heads * sizes.key_tiles,
-        sizes=sizes,
-        blocks=dkv_blocks,
-        capability=capability,
-    )
-
-    dq_blocks = blocks.backward_dq.with_tiles(block_sizes)
-    sizes = _measured(q, k, k_start, scales, dq_blocks)
-    ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
-    (dq,) = launch.run(
-        "backward_dq",
-        (*operands, _stacked(*ranges), dq),
-        jax.ShapeDtypeStruct(dq.shape, jnp.float32),
-        programs=q.shape[0] * sizes.heads * sizes.query_tiles,
-        sizes=sizes,
-        blocks=dq_blocks,
-        capability=capability,
-    )
-    return dq, *added(dkv, (dk, dv))
+    chosen = launch.blocks or chosen_blocks(capability, q, tanh_scale is not None)
+    kernels = []
+    for name in names:
+        blocks = getattr(chosen, name).with_tiles(block_sizes)
+        sizes = Sizes(
+            queries=q.shape[1],
+            keys=k.shape[1],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            depth=q.shape[3],
+            bound_rows=visible.k_start.shape[0],
+            scale_log2=float(scale_log2),
+            tanh_scale=tanh_scale,
+            block_q=blocks.block_q,
+            block_k=blocks.block_k,
+        )
+        options = {"blocks": blocks, "capability": capability}
+        call = functools.partial(launch.call, name, **options)
+        kernels.append(Kernel(sizes, call))
+    return kernels
 
 
 def _checked_capability(capability: int | None, q: jax.Array) -> int:
@@ -314,34 +372,6 @@ def _device_capability() -> int:
             "triton needs an NVIDIA GPU, or a mesh that describes one: name "
             "another implementation, or none"
         ) from error
-
-
-def _measured(
-    q: jax.Array,
-    k: jax.Array,
-    k_start: jax.Array,
-    scales: tuple[float, float | None],
-    blocks: TritonBlocks,
-    has_carry: bool = False,
-) -> Sizes:
-    """Returns a problem and its tiles as the kernels take them.
-
-    scales: scale_log2 and tanh_scale.
-    """
-    scale_log2, tanh_scale = scales
-    return Sizes(
-        queries=q.shape[1],
-        keys=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        depth=q.shape[3],
-        bound_rows=k_start.shape[0],
-        scale_log2=float(scale_log2),
-        tanh_scale=tanh_scale,
-        block_q=blocks.block_q,
-        block_k=blocks.block_k,
-        has_carry=has_carry,
-    )
 
 
 def _widened(*operands: jax.Array) -> Iterator[jax.Array]:
