@@ -46,6 +46,18 @@ from tools.lib.benchmarks.rows import (
 )
 
 DIRECTIONS = "forward", "backward"
+COLUMNS = {
+    "contestant": "{contestant}",
+    "direction": "{direction}",
+    "tokens": "{length:,}",
+    "head": "{head_dim}",
+    "type": "{dtype}",
+    "mask": "{mask}",
+    "median s": "{seconds_median:.6f}",
+    "spread": "{seconds_spread:.1%}",
+    "TFLOP/s": "{tflops:.1f}",
+    "error": "{error:.1e}",
+}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "tpu": {"contestants": ["pallas_tpu", "splash"]},
@@ -67,7 +79,7 @@ def prepare(name: str, problem: Problem, operands: Operands) -> tuple[Runs, floa
     begin = time.perf_counter()
     make = PEERS.get(name) or functools.partial(ours, name)
     runs = make(operands, problem.mask == "causal")
-    for run in filter(None, (runs.forward, runs.backward)):
+    for run in (runs.forward, runs.backward):
         runs.wait(run())
     return runs, time.perf_counter() - begin
 
@@ -94,14 +106,13 @@ def measure(
     wide = Operands(*(x.astype(jnp.float32) for x in operands))
     exact = ours("blockwise", wide, problem.mask == "causal")
     for direction in DIRECTIONS:
-        able = {n: e for n, e in entries.items() if getattr(e[0], direction)}
         takes = [
             functools.partial(take_sample, getattr(runs, direction), calls, runs.wait)
-            for runs, _ in able.values()
+            for runs, _ in entries.values()
         ]
         truth = jax.device_get(getattr(exact, direction)())
         for (name, (runs, seconds)), samples in zip(
-            able.items(), take_rounds(takes, repeats), strict=True
+            entries.items(), take_rounds(takes, repeats), strict=True
         ):
             found = times(seconds, samples)
             facts = {"contestant": name, "direction": direction, "calls": calls}
@@ -116,34 +127,6 @@ def largest_error(runs: Runs, direction: str, truth: Sequence[np.ndarray]) -> fl
         np.asarray(x, np.float32) for x in runs.results(getattr(runs, direction)())
     )
     return max(map(relative_error, found, truth))
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the rows as text, one line for both directions of a contestant."""
-    titles = "forward ms", "TFLOP/s", "spread", "backward ms", "TFLOP/s", "spread"
-    lines = ["contestant".ljust(22) + "".join(f"{t:>12}" for t in titles) + "  error"]
-    problems: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        title = "{length:,} tokens, head {head_dim}, {dtype}, {mask}".format(**row)
-        problems.setdefault(title, {}).setdefault(row["contestant"], []).append(row)
-    for title, contestants in problems.items():
-        lines.append(title)
-        for name, mine in contestants.items():
-            line = name.ljust(22)
-            for direction in DIRECTIONS:
-                found = [row for row in mine if row["direction"] == direction]
-                line += _cells(found[0]) if found else "-".rjust(12) * 3
-            lines.append(f"{line}  {max(row['error'] for row in mine):.1e}")
-    lines.append(
-        "ms: medians; spread: (max - min) / median; error: the largest relative norm, "
-        "of both\ndirections, against blockwise in float32"
-    )
-    return "\n".join(lines)
-
-
-def _cells(row: dict[str, Any]) -> str:
-    seconds, spread = row["seconds_median"], row["seconds_spread"]
-    return f"{seconds * 1e3:12.3f}{row['tflops']:12.1f}{spread:12.1%}"
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -182,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 problem, chosen.contestants, chosen.repeats, chosen.calls
             )
 
-    report(chosen.output, rows, table)
+    report(chosen.output, rows, COLUMNS)
 
 
 if __name__ == "__main__":

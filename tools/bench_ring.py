@@ -20,13 +20,14 @@ is the same sum in tiles (Striped Attention, 2311.09431, section 3.3).
 (ORIGINAL/bin/pip install -r tools/ringattention.txt), with each of --chunks.
 
 The output is a JSON list of rows. Keys: the fields of `Environment` and `times` in
-`tools/lib/benchmarks/rows.py`, of `RingProblem` in `rings.py`, and
+`tools/lib/benchmarks/rows.py`, of `Problem` in `problems.py`, and
 
 - implementation and layout; block_q and block_k of the tiles that are counted;
 - tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
   the devices' peak (null on an unknown chip, or if not in bfloat16);
-- tiles_total over devices and ring steps, tiles_critical_path (of the slowest device of
-  each step), tiles_bound (visible pairs, evenly spread) and bound_share (bound / path);
+- tiles of each device in each ring step, tiles_total of all of them,
+  tiles_critical_path of the slowest device of each step, tiles_bound (visible pairs,
+  evenly spread) and bound_share (bound / path);
 - error_out, error_dq, error_dk and error_dv against the reference in float64, relative
   to its norm, measured in this run with error_length tokens;
 - with --simulate: direction, seconds (by step, of each device: medians), seconds_path,
@@ -50,21 +51,45 @@ from kernels.backends.block_sizes import BlockSizes
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks import rings, rows
 from tools.lib.benchmarks.original import Original, original
-from tools.lib.benchmarks.problems import MASKS
+from tools.lib.benchmarks.problems import MASKS, Problem, relative_error
+from tools.lib.benchmarks.work import count_tiles
 
 TILE = 128
 """Rows and keys of the tiles that are counted."""
+COLUMNS = {
+    "layout": "{layout}",
+    "implementation": "{implementation}",
+    "median s": "{seconds_median:.4f}",
+    "spread": "{seconds_spread:.0%}",
+    "cpu s": "{cpu_seconds_median:.3f}",
+    "TFLOP/s": "{tflops:.4f}",
+    "path": "{tiles_critical_path}",
+    "all": "{tiles_total}",
+    "error of dq": "{error_dq:.1e}",
+}
+COLUMNS_OF_STEPS = {
+    "layout": "{layout}",
+    "direction": "{direction}",
+    "s": "{seconds_path:.6f}",
+    "tiles": "{tiles_path}",
+    "speed-up": "{speed_up:.3f}",
+    "limit": "{limit:.3f}",
+    "share": "{limit_share:.1%}",
+}
+"""Of the slowest device of each step, summed; over the contiguous ring."""
 LONGEST_CHECKED = 8192
 """Tokens whose scores the reference is asked to hold: 512 MiB a copy in float64."""
 
 
-def measure(
-    problem: rings.RingProblem, chosen: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
+def _tiles(problem: Problem, layout: str) -> dict[str, Any]:
+    given = rings.LAYOUTS[layout], problem.ring_size, problem.visible
+    return count_tiles(*given, BlockSizes(TILE, TILE))
+
+
+def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Times the chosen variants in rounds, and the original's chunk sizes."""
     devices = rings.start_devices(problem.ring_size)
     environment, operands = rows.Environment.of(devices), problem.draw()
-    sizes = BlockSizes(TILE, TILE)
     with contextlib.ExitStack() as stack:
         makes: list[Callable[..., rings.CompiledRing | Original]] = []
         facts: list[dict[str, Any]] = []
@@ -72,8 +97,8 @@ def measure(
             for layout in chosen.layouts:
                 options = {"layout": layout, "implementation": name}
                 makes.append(partial(rings.CompiledRing, **options, devices=devices))
-                tiles = dataclasses.asdict(sizes) | problem.tiles(layout, sizes)
-                facts.append(options | tiles)
+                tiles = _tiles(problem, layout)
+                facts.append(options | {"block_q": TILE, "block_k": TILE} | tiles)
         for chunk in chosen.chunks if chosen.beside else ():
             start = partial(original, chosen.beside, chunk=chunk)
             makes.append(lambda *x, start=start: stack.enter_context(start(*x)))
@@ -91,23 +116,23 @@ def measure(
             yield rows.make_row(
                 *(environment, problem, about, found),
                 problem.rates("both", found["seconds_median"], environment),
-                rings.errors(same.answer(), truth) | {"error_length": length},
-                {"versions": run.versions},
+                {
+                    f"error_{n}": relative_error(x, truth[n])
+                    for n, x in same.answer().items()
+                },
+                {"error_length": length, "versions": run.versions},
             )
 
 
-def simulate(
-    problem: rings.RingProblem, chosen: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
+def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Times the steps of every device; a row for each layout and direction."""
     environment = rows.Environment.of(jax.devices()[:1])
-    sizes = BlockSizes(TILE, TILE)
     (implementation,) = chosen.implementations
     names = tuple(dict.fromkeys(("contiguous", *chosen.layouts)))
     for direction, step in rings.make_steps(problem, implementation).items():
         seconds = rings.time_steps(problem, names, step, chosen.repeats, chosen.calls)
         paths = {name: float(seconds[name].max(axis=0).sum()) for name in names}
-        tiles = {n: problem.tiles(n, sizes)["tiles_critical_path"] for n in names}
+        tiles = {n: _tiles(problem, n)["tiles_critical_path"] for n in names}
         for name in names:
             speed_up, limit = (x[names[0]] / x[name] for x in (paths, tiles))
             facts = {"layout": name, "direction": direction, "tile": TILE}
@@ -117,48 +142,6 @@ def simulate(
             facts |= {"speed_up": speed_up, "limit": limit}
             facts |= {"limit_share": speed_up / limit}
             yield rows.make_row(environment, problem, facts)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the rows as text: times, how they compare, tiles, and largest error."""
-    titles = "median s", "spread", "cpu s", "TFLOP/s", "path", "all", "error"
-    lines = [f"{'layout':12}{'implementation':15}" + "".join(f"{t:>9}" for t in titles)]
-    for row in rows:
-        error = max(row[f"error_{name}"] for name in rings.GRADED)
-        speed_up, less_work = (
-            rows[0][name] / row[name]
-            for name in ("seconds_median", "cpu_seconds_median")
-        )
-        lines.append(
-            f"{row['layout']:12}{row['implementation']:15}{row['seconds_median']:9.4f}"
-            f"{row['seconds_spread']:9.0%}{row['cpu_seconds_median']:9.3f}"
-            f"{row['tflops']:9.4f}{row.get('tiles_critical_path', '-'):>9}"
-            f"{row.get('tiles_total', '-'):>9}{error:9.1e}"
-            f"   {speed_up:.2f} x as fast, {less_work:.2f} x by cpu s"
-        )
-    lines.append(
-        "path: tiles of the slowest device of each step; all: of all devices; cpu s: "
-        "processor time\nof all threads; spread: (max - min) / median; error: the "
-        "largest relative norm\nagainst float64; as fast: as the first row, by medians"
-    )
-    return "\n".join(lines)
-
-
-def table_of_steps(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the rows of `simulate` as text."""
-    titles = "ms", "tiles", "speed-up", "limit", "share"
-    lines = [f"{'layout':12}{'direction':10}" + "".join(f"{t:>10}" for t in titles)]
-    for row in rows:
-        lines.append(
-            f"{row['layout']:12}{row['direction']:10}{row['seconds_path'] * 1e3:10.3f}"
-            f"{row['tiles_path']:10}{row['speed_up']:10.3f}{row['limit']:10.3f}"
-            f"{row['limit_share']:10.1%}"
-        )
-    lines.append(
-        "ms, tiles: of the slowest device of each step, summed over steps; speed-up, "
-        "limit:\nover the contiguous ring, by ms and by tiles; share: speed-up of limit"
-    )
-    return "\n".join(lines)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -197,13 +180,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = _arguments(arguments)
     names = "length", "heads", "kv_heads", "head_dim", "dtype", "mask"
     given = {name: getattr(chosen, name) for name in names}
-    problem = rings.RingProblem(**given, ring_size=chosen.devices)
+    problem = Problem(**given, ring_size=chosen.devices)
     if not chosen.simulate:
         rings.start_devices(chosen.devices)
     if not chosen.implementations:
         best, known = choose(None, jnp.dtype(chosen.dtype)), IMPLEMENTATIONS.items()
         chosen.implementations = [name for name, one in known if one is best]
-    run, shown = (simulate, table_of_steps) if chosen.simulate else (measure, table)
+    ways = {True: (simulate, COLUMNS_OF_STEPS), False: (measure, COLUMNS)}
+    run, shown = ways[chosen.simulate]
     rows.report(chosen.output, partial(run, problem, chosen), shown)
 
 

@@ -16,7 +16,6 @@ mfu and mfu_paper (see docs/metrics.md; null on an unknown chip), peak_bytes (of
 fullest device; null where devices do not report it), first_loss and last_loss.
 """
 
-import itertools
 import re
 import statistics
 import subprocess
@@ -26,31 +25,31 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.text.corpus import prepare
-from data.text.holdout import Holdout
 from data.text.input_files import files_in
+from data.text.token_file import SPLITS, TokenFileWriter
 from data.text.tokenizer import ByteTokenizer
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import Environment, add_output, make_row, report
 from training.sinks import read_scalars
 
 ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = {
+    "tokens": "{context_tokens:,}",
+    "s/step": "{step_seconds:.3f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "MFU": "{mfu:.1%}",
+    "MFU paper": "{mfu_paper:.1%}",
+    "peak bytes": "{peak_bytes:,}",
+}
 
 
 def prepare_one_document(folder: Path) -> Path:
     """Writes a corpus whose training split is one document; returns its directory."""
-    sources = [path.read_bytes() for path in files_in(ROOT, "*.py")]
-    long = b"\n".join(sources).decode("utf-8", "replace").replace("\0", "")
-    for number in itertools.count():  # which is held out depends on the texts
-        split, short = Holdout(), f"not validated: {number}"
-        for text in (long, short):
-            split.add(text)
-        if split.split(long) == "train":
-            break
-    documents = folder / "training.txt", folder / "validation.txt"
-    for document, content in zip(documents, (long, short), strict=True):
-        document.write_text(content, encoding="utf-8")
-    prepare(documents, folder / "corpus", ByteTokenizer())
+    sources = b"\n".join(path.read_bytes() for path in files_in(ROOT, "*.py"))
+    tokens = ByteTokenizer().encode(sources.decode("utf-8", "replace"))
+    with TokenFileWriter(folder / "corpus", ByteTokenizer()) as writer:
+        for split in SPLITS:
+            writer.write(split, tokens)
     return folder / "corpus"
 
 
@@ -113,25 +112,6 @@ def measure(
             yield run(config, overrides, context, steps, Path(folder))
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the rows as text."""
-    titles = "s/step", "tokens/s", "MFU", "MFU paper", "peak GiB"
-    lines = [f"{'context':>10}" + "".join(f"{title:>12}" for title in titles)]
-    for row in rows:
-        line = f"{row['context_tokens']:10}{row['step_seconds']:12.3f}"
-        line += f"{row['tokens_per_second']:12.0f}"
-        for key in ("mfu", "mfu_paper"):
-            line += "-".rjust(12) if row[key] is None else f"{row[key]:12.1%}"
-        peak = row["peak_bytes"]
-        line += "-".rjust(12) if peak is None else f"{peak / 2**30:12.2f}"
-        lines.append(line)
-    lines.append(
-        "medians over the steps; MFU paper: with attention counted in full, as Ring "
-        "Attention does;\npeak: of the fullest device; -: the device does not report it"
-    )
-    return "\n".join(lines)
-
-
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
@@ -145,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(
         chosen.output,
         lambda: measure(chosen.config, overrides, chosen.contexts, chosen.steps),
-        table,
+        COLUMNS,
     )
 
 

@@ -57,7 +57,7 @@ gpu)
         torch_flash torch_cudnn)
     sizes=(--lengths 16384 --head-dims 64 128 256 --masks causal full
         --dtypes bfloat16 float16 --repeats 3
-        --contestants hopper triton cudnn jax_mosaic_gpu torch_flash)
+        --contestants hopper triton cudnn torch_flash)
     gist=(--lengths 108540 --masks full --contestants hopper cudnn torch_flash
         --repeats 2 --calls 1)
     ring=(--devices 8 --length 131072 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16)

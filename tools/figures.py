@@ -6,10 +6,8 @@
 
 work     counts the tiles that each device of a causal ring computes in each ring step,
          for every layout: `work_per_step.png`, and the numbers in `.json`
-rates    rows of bench_kernels and bench_ring as TFLOP/s of the visible pairs, rows of
-         bench_train as tokens per second; several files if they were measured on the
-         same kind of device
-losses   losses by position, of `evaluate loss`; several files, a curve for each
+rates    rows of bench_kernels and bench_ring as TFLOP/s of the visible pairs; several
+         files if they were measured on the same kind of device
 returns  returns of `evaluate exorl` by episode, and by the drawn episodes that were
          read before; a file for each agent and seed. Prints the numbers
 """
@@ -17,8 +15,8 @@ returns  returns of `evaluate exorl` by episode, and by the drawn episodes that 
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from tasks.command_line import Parser, as_program
 from tools.lib.benchmarks.rows import read_rows
@@ -30,7 +28,7 @@ from tools.lib.files import write_json
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     pictures = parser.add_subparsers(required=True, dest="picture", metavar="PICTURE")
-    for name in ("work", "rates", "losses", "returns"):
+    for name in ("work", "rates", "returns"):
         picture = pictures.add_parser(name)
         output = "directory to write into" if name == "work" else "PNG to write"
         picture.add_argument("--output", required=True, type=Path, help=output)
@@ -45,9 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = _arguments(arguments)
     output = chosen.output
 
-    def rows(fields: Sequence[str]) -> list[dict[str, Any]]:
-        return [row for path in chosen.rows for row in read_rows(path, *fields)]
-
     match chosen.picture:
         case "work":
             output.mkdir(parents=True, exist_ok=True)
@@ -58,9 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{name}: {tiles}, bound {counts['bound']:.1f}")
             write_picture(output / "work_per_step.png", grids.work_grids(counts))
         case "rates":
-            write_picture(output, bars.bars(rows(bars.FIELDS)))
-        case "losses":
-            write_picture(output, curves.losses(rows(curves.LOSS_FIELDS)))
+            rows = chain(*(read_rows(path, *bars.FIELDS) for path in chosen.rows))
+            write_picture(output, bars.bars([*rows]))
         case "returns":
             tasks = curves.read_returns(chosen.rows)
             print(curves.table(tasks))

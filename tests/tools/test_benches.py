@@ -15,9 +15,8 @@ from tests.cases.attention import LAYOUTS, MASKS
 from tools import bench_kernels, bench_ring, bench_train
 from tools.lib.benchmarks import peers, rings, rows
 from tools.lib.benchmarks.peers import Runs, jax_runs
-from tools.lib.benchmarks.problems import Operands, Problem
-from tools.lib.benchmarks.rings import GRADED, RingProblem
-from tools.lib.benchmarks.rows import Environment, peak_share
+from tools.lib.benchmarks.problems import GRADED, Operands, Problem
+from tools.lib.benchmarks.rows import Environment, peak_share, table
 from tools.lib.benchmarks.work import tiles_per_step
 
 TOLERANCE = 1e-5
@@ -43,6 +42,14 @@ def test_rates_are_of_the_visible_pairs(mask, pairs):
         assert rate == pytest.approx(forwards * 4 * 16 * 2 * 3 * pairs / 2.0)
 
 
+def test_a_table_has_a_line_a_row_and_a_dash_for_what_a_row_has_not():
+    columns = {"name": "{name}", "share": "{share:.1%}"}
+    found = table(
+        [{"name": "a", "share": None}, {"name": "long", "share": 0.5}], columns
+    )
+    assert found.splitlines() == ["name  share", "   a      -", "long  50.0%"]
+
+
 # Kernels on one device, beside their peers.
 
 
@@ -61,7 +68,8 @@ def test_each_direction_of_each_contestant_that_is_there_has_a_row(rows_of):
 
 def test_an_error_is_seen():
     truth = [np.ones((2, 3), np.float32)]
-    runs = Runs(lambda: (jnp.ones((2, 3)).at[0, 0].set(2.0),), None)
+    wrong = jnp.ones((2, 3)).at[0, 0].set(2.0)
+    runs = Runs(lambda: (wrong,), lambda: None)
     found = bench_kernels.largest_error(runs, "forward", truth)
     assert found == pytest.approx(6**-0.5)
 
@@ -124,7 +132,9 @@ def test_every_layout_has_a_right_row_whose_rates_agree(measure, capsys):
         assert row["compile_seconds"] > 0 and row["cpu_seconds_median"] > 0
         assert row["peak_share"] is None
         assert row["tiles_critical_path"] == TILES[row["layout"]]
-    assert "as fast:" in capsys.readouterr().out
+    titles, *lines = capsys.readouterr().out.splitlines()[-4:]
+    assert titles.split()[:2] == ["layout", "implementation"]
+    assert [line.split()[0] for line in lines] == ORDERS
 
 
 class ExactRing:
@@ -189,7 +199,7 @@ def test_the_path_is_the_time_of_the_slowest_device_of_each_step(monkeypatch):
         return start
 
     monkeypatch.setattr(rows.time, "perf_counter", lambda: clock[0])
-    problem = RingProblem(64, 2, 1, 8, "float32", "causal", ring_size=4)
+    problem = Problem(64, 2, 1, 8, "float32", "causal", ring_size=4)
     seconds = rings.time_steps(problem, ("contiguous", "striped"), step, 2, 3)
     assert seconds["contiguous"].max(axis=0).tolist() == [136, 256, 256, 256]
     assert seconds["striped"].max(axis=0).tolist() == [136] * 4

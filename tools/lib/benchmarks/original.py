@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tools.lib.benchmarks import original_process
-from tools.lib.benchmarks.problems import Operands
-from tools.lib.benchmarks.rings import RingProblem
+from tools.lib.benchmarks.problems import Operands, Problem
 from tools.lib.benchmarks.rows import Sample
 
 
@@ -54,7 +53,7 @@ class Original:
 
 @contextlib.contextmanager
 def original(
-    python: Path, problem: RingProblem, operands: Operands, chunk: int
+    python: Path, problem: Problem, operands: Operands, chunk: int
 ) -> Iterator[Original]:
     """Starts `ringattention` with these operands, in chunks of `chunk` x `chunk`.
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kernels import masks
@@ -34,7 +33,7 @@ class Runs:
     """
 
     forward: Callable[[], Any]
-    backward: Callable[[], Any] | None
+    backward: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
     results: Callable[[Any], list[np.ndarray]] = jax.device_get
 
@@ -42,7 +41,7 @@ class Runs:
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def jax_runs(attend: Attend, operands: Operands, has_backward: bool = True) -> Runs:
+def jax_runs(attend: Attend, operands: Operands) -> Runs:
     """Compiles a JAX function, and returns its runs.
 
     Raises:
@@ -51,8 +50,6 @@ def jax_runs(attend: Attend, operands: Operands, has_backward: bool = True) -> R
     q, k, v, d_out = operands
     try:
         forward = jax.jit(attend).lower(q, k, v).compile()
-        if not has_backward:
-            return Runs(lambda: (forward(q, k, v),), None)
         _, pull = jax.jit(lambda *qkv: jax.vjp(attend, *qkv))(q, k, v)
         backward = jax.jit(lambda pull, d_out: pull(d_out)).lower(pull, d_out).compile()
         return Runs(lambda: (forward(q, k, v),), lambda: backward(pull, d_out))
@@ -74,24 +71,6 @@ def cudnn(operands: Operands, is_causal: bool) -> Runs:
     options = {"is_causal": is_causal, "implementation": "cudnn"}
     attend = functools.partial(jax.nn.dot_product_attention, **options)
     return jax_runs(attend, operands)
-
-
-def mosaic_gpu(operands: Operands, is_causal: bool) -> Runs:
-    """JAX's own Hopper kernels: float16, forward only if causal."""
-    module = _imported("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    if operands.q.dtype != jnp.float16:
-        raise Unavailable(f"its buffers are float16, not {operands.q.dtype}")
-    sizes = {"block_q": 64, "block_kv": 128, "max_concurrent_steps": 2}
-    if not is_causal:
-        of_backward = "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"
-        sizes |= dict.fromkeys(of_backward, 64) | {"compute_wgs_bwd": 2}
-    config = module.TuningConfig(causal=is_causal, **sizes)
-    scale = np.float16(operands.q.shape[-1] ** -0.5)  # it has none of its own
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return module.attention(q * scale, k, v, config)
-
-    return jax_runs(attend, operands, has_backward=not is_causal)
 
 
 def tokamax(operands: Operands, is_causal: bool) -> Runs:
@@ -172,7 +151,6 @@ def splash(operands: Operands, is_causal: bool, interpret: bool = False) -> Runs
 
 PEERS: dict[str, Callable[[Operands, bool], Runs]] = {
     "cudnn": cudnn,
-    "jax_mosaic_gpu": mosaic_gpu,
     "tokamax": tokamax,
     "torch_flash": functools.partial(torch_sdpa, "flash_attention"),
     "torch_cudnn": functools.partial(torch_sdpa, "cudnn_attention"),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import masks
+from kernels import attention_with_lse, masks
 from tools.lib.benchmarks.rows import Environment, peak_share
 from tools.lib.benchmarks.work import visible_pairs
 
@@ -24,6 +24,7 @@ MASKS: dict[str, Callable[[int], masks.Mask]] = {
     "full": lambda length: masks.full(),
 }
 
+GRADED = "out", "dq", "dk", "dv"
 FLOPS_CONVENTION = (
     "visible pairs only; forward 4 * head_dim * heads * pairs, backward 2.5 times "
     "that, as FlashAttention counts"
@@ -43,7 +44,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Self-attention over `length` tokens.
+    """Self-attention over `length` tokens, on a ring of `ring_size` devices.
 
     Raises:
       ValueError: `heads` is not a multiple of `kv_heads`.
@@ -56,6 +57,7 @@ class Problem:
     dtype: str
     mask: str
     batch: int = 1
+    ring_size: int = 1
     seed: int = field(default_factory=lambda: secrets.randbits(31))
 
     def __post_init__(self):
@@ -88,6 +90,19 @@ class Problem:
         share = peak_share(flops / seconds, environment, jnp.dtype(self.dtype))
         facts = {"tflops": flops / seconds / 1e12, "flops_convention": FLOPS_CONVENTION}
         return facts | {"peak_share": share}
+
+    def truth(self, operands: Operands) -> dict[str, np.ndarray]:
+        """Returns out, dq, dk and dv by the reference in float64."""
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            options = {"visible": self.visible, "implementation": "reference"}
+            return attention_with_lse(q, k, v, **options)[0]
+
+        with jax.enable_x64(True):
+            q, k, v, d_out = (jnp.asarray(x, jnp.float64) for x in operands)
+            out, pull = jax.vjp(jax.jit(attend), q, k, v)
+            results = jax.device_get((out, *pull(d_out)))
+        return dict(zip(GRADED, results, strict=True))
 
 
 def relative_error(found: np.ndarray, truth: np.ndarray) -> float:

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,61 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels import attention_with_lse, backends, make_ring_attention, masks
-from kernels.backends.block_sizes import BlockSizes
+from kernels import backends, make_ring_attention, masks
 from kernels.compiler import compiler_options
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
-from tools.lib.benchmarks.problems import Operands, Problem, relative_error
+from tools.lib.benchmarks.problems import GRADED, Operands, Problem
 from tools.lib.benchmarks.rows import Sample, take_rounds, take_sample
-from tools.lib.benchmarks.work import (
-    balanced_tiles,
-    bounds_of_steps,
-    critical_path,
-    tiles_per_step,
-)
+from tools.lib.benchmarks.work import bounds_of_steps
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Contiguous(),
     "striped": Striped(),
     "zigzag": Zigzag(),
 }
-GRADED = "out", "dq", "dk", "dv"
-
-
-@dataclass(frozen=True)
-class RingProblem(Problem):
-    """Self-attention on a ring; length: tokens of the whole sequence."""
-
-    ring_size: int = field(kw_only=True)
-
-    def tiles(self, layout: str, sizes: BlockSizes) -> dict[str, Any]:
-        """Counts the tiles of one head and one batch row."""
-        ring, order = self.ring_size, LAYOUTS[layout]
-        work = tiles_per_step(order, ring, self.visible, sizes)
-        path, bound = critical_path(work), balanced_tiles(ring, self.visible, sizes)
-        counts = {"total": int(work.sum()), "critical_path": path, "bound": bound}
-        found = {f"tiles_{name}": count for name, count in counts.items()}
-        return found | {"bound_share": bound / path}
-
-    def truth(self, operands: Operands) -> dict[str, np.ndarray]:
-        """Returns out, dq, dk and dv by the reference in float64."""
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            options = {"visible": self.visible, "implementation": "reference"}
-            return attention_with_lse(q, k, v, **options)[0]
-
-        with jax.enable_x64(True):
-            q, k, v, d_out = (jnp.asarray(x, jnp.float64) for x in operands)
-            out, pull = jax.vjp(jax.jit(attend), q, k, v)
-            results = jax.device_get((out, *pull(d_out)))
-        return dict(zip(GRADED, results, strict=True))
-
-
-def errors(
-    found: dict[str, np.ndarray], truth: dict[str, np.ndarray]
-) -> dict[str, float]:
-    """Returns the relative error of each array."""
-    return {f"error_{name}": relative_error(found[name], truth[name]) for name in truth}
 
 
 class CompiledRing:
@@ -76,7 +32,7 @@ class CompiledRing:
 
     def __init__(
         self,
-        problem: RingProblem,
+        problem: Problem,
         operands: Operands,
         layout: str,
         implementation: str,
@@ -116,7 +72,7 @@ class CompiledRing:
 Step = Callable[[jax.Array, jax.Array], Any]
 
 
-def make_steps(problem: RingProblem, implementation: str) -> dict[str, Step]:
+def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
     """Returns one ring step forward, and one backward, as functions of the bounds."""
     step = backends.choose(implementation, jnp.dtype(problem.dtype))
     local = problem.length // problem.ring_size
@@ -143,7 +99,7 @@ def make_steps(problem: RingProblem, implementation: str) -> dict[str, Step]:
 
 
 def time_steps(
-    problem: RingProblem, layouts: Sequence[str], step: Step, repeats: int, calls: int
+    problem: Problem, layouts: Sequence[str], step: Step, repeats: int, calls: int
 ) -> dict[str, np.ndarray]:
     """Returns median seconds, (devices, steps), of each layout, timed in rounds."""
     size = problem.ring_size

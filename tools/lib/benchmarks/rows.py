@@ -7,13 +7,12 @@ Its keys are the fields of `Environment` and of `times`, and what a benchmark ad
 import argparse
 import dataclasses
 import datetime
-import math
 import os
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,28 +194,35 @@ def read_rows(path: Path, *fields: str) -> list[dict[str, Any]]:
     return rows
 
 
-def check_numbers(rows: Sequence[dict[str, Any]], fields: Sequence[str]) -> None:
-    """Raises ValueError if a field of a row is not a finite number of at least 0."""
-    for number, row in enumerate(rows):
-        for name in fields:
-            value = row[name]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < math.inf:
-                raise ValueError(
-                    f"{name} of row {number} must be a number of at least 0, "
-                    f"got {value!r}"
-                )
-
-
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds the argument that `report` reads."""
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
 
 
+def table(rows: Sequence[dict[str, Any]], columns: Mapping[str, str]) -> str:
+    """Returns rows as text, a line each.
+
+    columns: by title the format of a row's fields; what a row has not is a "-".
+    """
+
+    def cell(form: str, row: dict[str, Any]) -> str:
+        try:
+            return form.format(**row)
+        except (KeyError, TypeError):
+            return "-"
+
+    lines = [[*columns], *([cell(c, row) for c in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(n) for text, n in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
 def report(
     output: Path | None,
     measure: Callable[[], Iterable[dict[str, Any]]],
-    table: Callable[[list[dict[str, Any]]], str],
+    columns: Mapping[str, str],
 ) -> None:
     """Measures rows, writes them to `output` if there is one, and prints their table.
 
@@ -232,4 +238,4 @@ def report(
         rows.append(row)
         if output:
             write_json(output, rows)
-    print(table(rows))
+    print(table(rows, columns))

@@ -5,6 +5,7 @@ counts in full, as it is computed in full.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -48,22 +49,24 @@ def tiles_per_step(
     return work
 
 
-def critical_path(work: np.ndarray) -> int:
-    """Sums the tiles of the slowest device of every step: all wait for it.
-
-    work: (devices, steps).
-    """
-    return int(work.max(axis=0).sum())
-
-
 def visible_pairs(visible: Visible) -> int:
     """Counts the pairs of a query and a key that is visible to it."""
     return int((visible.k_end - visible.k_start).clip(0).sum(dtype=np.int64))
 
 
-def balanced_tiles(ring_size: int, visible: Visible, sizes: BlockSizes) -> float:
-    """Counts the visible pairs, in tiles, spread evenly over the devices.
+def count_tiles(
+    layout: Layout, ring_size: int, visible: Visible, sizes: BlockSizes
+) -> dict[str, Any]:
+    """Returns the tiles of one head and one batch row, as fields of a row.
 
-    No critical path is shorter: only visible pairs are computed, and no device waits.
+    tiles: of each device in each ring step. tiles_critical_path: of the slowest device
+      of each step, as all wait for it. tiles_bound: the visible pairs, spread evenly:
+      no critical path is shorter.
     """
-    return visible_pairs(visible) / (sizes.block_q * sizes.block_k) / ring_size
+    work = tiles_per_step(layout, ring_size, visible, sizes)
+    path = int(work.max(axis=0).sum())
+    tile = sizes.block_q * sizes.block_k
+    bound = visible_pairs(visible) / tile / ring_size
+    found = {"tiles": work.tolist(), "tiles_total": int(work.sum())}
+    found |= {"tiles_critical_path": path, "tiles_bound": bound}
+    return found | {"bound_share": bound / path}

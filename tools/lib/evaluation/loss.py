@@ -2,7 +2,7 @@
 
     python -m tools.evaluate loss --workdir=RUN
     python -m tools.evaluate loss --workdir=RUN --corpus corpora/books --by row \\
-        --config.data.context_tokens=100000 --output losses
+        --config.data.context_tokens=100000 --output losses.json
 
 The newest checkpoint reads the rows of --corpus (the run's own unless it is given) as a
 validation of `train.py` does, in order, and the loss of every token is kept. Rows are
@@ -37,8 +37,6 @@ from tasks.layout_advice import padding_line
 from tasks.text import TextRun
 from tools.generate import text_config
 from tools.lib.benchmarks.rows import check_output, write_rows
-from tools.lib.figures import curves
-from tools.lib.figures.style import write_picture
 from training.feed import place
 
 BY = "document", "row"
@@ -208,7 +206,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--corpus", type=Path, help="directory of prepare_text (default: the run's)")
     add("--batches", type=at_least(1), help="of config.data.batch_rows (default: all)")
     add("--by", choices=BY, default="document", help="default: %(default)s")
-    add("--output", type=Path, help="rows go to NAME.json, a picture to NAME.png")
+    add("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_known_args(arguments)
 
 
@@ -218,9 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = _options(arguments)
     config = text_config(rest)
     if options.output:
-        check_output(options.output.with_suffix(".json"))
+        check_output(options.output)
     rows = evaluate(config, options)
     print(table(rows))
     if options.output:
-        write_rows(options.output.with_suffix(".json"), rows)
-        write_picture(options.output.with_suffix(".png"), curves.losses(rows))
+        write_rows(options.output, rows)

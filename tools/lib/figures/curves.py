@@ -1,4 +1,4 @@
-"""Curves with intervals: losses by position, returns of agents by episode."""
+"""Curves with intervals: returns of agents by episode."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,6 @@ from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import interval, of_worlds
 from tools.lib.figures.style import GREY, INK, colours_of, style
 from training.stored_step import differences
-
-LOSS_FIELDS = "run", "corpus", "by", "from", "below", "loss", "standard_error"
-"""Required of every row of losses."""
 
 CONTEXTS = {
     "own": ("own episodes before", "-"),
@@ -39,39 +36,6 @@ TRAINED_BY = (
 
 Runs = list[dict[str, Any]]
 """Results of one agent in one task, of several seeds."""
-
-
-def losses(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Draws the loss of each range of positions, a curve for each evaluation.
-
-    Raises:
-      ValueError: there are no rows of ranges, more evaluations than colours, or
-        positions in documents beside positions in rows.
-    """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["below"]:
-            found.setdefault(f"{row['run']} on {row['corpus']}", []).append(row)
-    ways = {row["by"] for row in rows}
-    if not found or len(ways) > 1:
-        raise ValueError(
-            f"{len(found)} evaluations by {', '.join(sorted(ways)) or 'nothing'}: give "
-            "one or more, all by document or all by row"
-        )
-    figure = Figure(figsize=(8, 4.4), facecolor="white", layout="tight")
-    axes = figure.subplots()
-    for name, colour in colours_of(list(found)).items():
-        parts = found[name]
-        # In the middle of a range, by its logarithm; position 0 has none.
-        x = [max(part["from"], 0.5) * 2**0.5 for part in parts]
-        y = [part["loss"] for part in parts]
-        error = [part["standard_error"] or 0 for part in parts]
-        line = {"color": colour, "marker": "o", "markersize": 4, "capsize": 3}
-        axes.errorbar(x, y, error, label=name, **line)
-    axes.set_xscale("log", base=2)
-    axes.legend(frameon=False)
-    style(axes, x=f"position in the {ways.pop()}, tokens", y="loss, nats a token")
-    return figure
 
 
 def agent(results: dict[str, Any]) -> str:

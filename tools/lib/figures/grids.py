@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from kernels.backends.block_sizes import BlockSizes
 from kernels.masks import causal
 from tools.lib.benchmarks.rings import LAYOUTS
-from tools.lib.benchmarks.work import balanced_tiles, critical_path, tiles_per_step
+from tools.lib.benchmarks.work import count_tiles
 from tools.lib.figures.style import INK, style
 
 SHARES = LinearSegmentedColormap.from_list(
@@ -64,10 +64,9 @@ def work_per_step(ring: int = 4, tiles: int = 8) -> dict[str, Any]:
     visible = causal()(np.arange(length, dtype=np.int32), length)
     layouts = {}
     for name, layout in LAYOUTS.items():
-        counts = tiles_per_step(layout, ring, visible, sizes)
-        path = critical_path(counts)
-        layouts[name] = {"critical_path": path, "tiles": counts.tolist()}
-    bound = balanced_tiles(ring, visible, sizes)
+        work = count_tiles(layout, ring, visible, sizes)
+        path, bound = work["tiles_critical_path"], work["tiles_bound"]
+        layouts[name] = {"critical_path": path, "tiles": work["tiles"]}
     found: dict[str, Any] = {"mask": "causal", "ring_size": ring}
     return found | {"tiles_per_shard": tiles, "bound": bound, "layouts": layouts}
 
