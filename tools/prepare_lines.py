@@ -27,7 +27,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--form", choices=FORMS, default="LRT-NL", help=default)
     add("--output", required=True, type=Path, help="directory to write, a new one")
     add("--context-tokens", required=True, type=tokens, help=most)
-    add("--supervised", choices=("answers", "all"), default="answers", help=default)
     add("--train-tokens", type=tokens, default=10_000_000, help=default)
     add("--validation-tokens", type=tokens, default=100_000, help=default)
     add("--seed", type=at_least(0), default=0)
@@ -42,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
     documents = LineDocuments(FORMS[chosen.form], tokenizer, context_tokens)
     tokens = {"train": chosen.train_tokens, "validation": chosen.validation_tokens}
-    has_all = chosen.supervised == "all"
-    print(write_corpus(documents, chosen.output, tokens, chosen.seed, has_all))
+    print(write_corpus(documents, chosen.output, tokens, chosen.seed))
     rows = line_retrieval.get_config().data.context_tokens
     context = max(rows, context_tokens)
     print(train_command(chosen.output, line_retrieval, context_tokens=context))

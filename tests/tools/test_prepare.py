@@ -133,7 +133,7 @@ def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
     assert tokenizer.decode(corpus.tokens[:100]).startswith(f"system\n{text}")
 
 
-def test_answers_of_lines_are_supervised_or_all_and_a_corpus_is_kept(tmp_path, capsys):
+def test_answers_of_lines_are_supervised_and_a_corpus_is_kept(tmp_path, capsys):
     out = str(tmp_path / "out")
     arguments = ["--form", "compact", "--context-tokens", "64", "--output", out, *LINES]
     assert prepare_lines.main(arguments) == 0
@@ -142,10 +142,9 @@ def test_answers_of_lines_are_supervised_or_all_and_a_corpus_is_kept(tmp_path, c
     assert 0 < corpus.loss_mask[:].sum() < corpus.tokens.size / 2
     assert prepare_lines.main(arguments) == 1
     assert "out already exists and is left" in capsys.readouterr().err
-    whole = ["--output", str(tmp_path / "whole"), "--context-tokens", "1500"]
-    assert prepare_lines.main([*whole, "--supervised", "all", *LINES]) == 0
-    assert TokenFile.open(tmp_path / "whole", "train").loss_mask[:].all()
-    assert beginning(tmp_path / "whole", 23) == b"Below is a record of li"
+    published = ["--output", str(tmp_path / "LRT"), "--context-tokens", "1500", *LINES]
+    assert prepare_lines.main(published) == 0
+    assert beginning(tmp_path / "LRT", 23) == b"Below is a record of li"
 
 
 # The commands that are printed: they train, and what they make is used.

@@ -176,22 +176,15 @@ def read_rows(path: Path, *fields: str) -> list[dict[str, Any]]:
     fields: that every row has to have.
 
     Raises:
-      ValueError: the file is not JSON, or not a list of such rows.
+      ValueError: the file holds something else.
     """
     try:
         rows = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} holds no list of rows")
-    for number, row in enumerate(rows):
-        missing = sorted(set(fields) - set(row if isinstance(row, dict) else ()))
-        if missing or not isinstance(row, dict):
-            raise ValueError(
-                f"{path}: row {number} has no {', '.join(missing) or 'fields'}: give "
-                "rows of the program that measures what is drawn"
-            )
-    return rows
+        return [row | {name: row[name] for name in fields} for row in [*rows]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} holds no rows of a benchmark ({type(error).__name__}: {error})"
+        ) from error
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

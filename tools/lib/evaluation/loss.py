@@ -36,10 +36,19 @@ from tasks.generation import restored_parameters
 from tasks.layout_advice import padding_line
 from tasks.text import TextRun
 from tools.generate import text_config
-from tools.lib.benchmarks.rows import check_output, write_rows
+from tools.lib.benchmarks.rows import check_output, table, write_rows
 from training.feed import place
 
 BY = "document", "row"
+COLUMNS = {
+    "from": "{from:,}",
+    "below": "{below:,}",
+    "tokens": "{tokens:,}",
+    "loss": "{loss:.4f}",
+    "±": "{standard_error:.4f}",
+    "perplexity": "{perplexity:,.2f}",
+}
+"""Of a part of the positions each, and of all of them last."""
 
 
 def summed(
@@ -186,20 +195,6 @@ def evaluate(
     return [about | row for row in means(found)]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the lines printed: a part of the positions each, all of them last."""
-    lines = [f"{'position':>21}{'tokens':>12}{'loss':>9}{'±':>8}{'perplexity':>12}"]
-    for row in rows:
-        start, last = row["from"], (row["below"] or 0) - 1
-        name = f"{start:,}" if start == last else f"{start:,} to {last:,}"
-        error = row["standard_error"]
-        lines.append(
-            f"{'all' if last < 0 else name:>21}{row['tokens']:>12,}{row['loss']:>9.4f}"
-            f"{'' if error is None else f'{error:.4f}':>8}{row['perplexity']:>12,.2f}"
-        )
-    return "\n".join(lines)
-
-
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate loss")
     add = parser.add_argument
@@ -218,6 +213,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.output:
         check_output(options.output)
     rows = evaluate(config, options)
-    print(table(rows))
+    print(table(rows, COLUMNS))
     if options.output:
         write_rows(options.output, rows)

@@ -115,7 +115,6 @@ def write_corpus(
     output: Path,
     tokens: Mapping[str, int],
     seed: int,
-    supervises_all: bool = False,
 ) -> Summary:
     """Writes the corpus `output`, documents until the tokens of each split are reached.
 
@@ -133,7 +132,6 @@ def write_corpus(
             with shown:
                 while writer.counts[split].tokens < wanted:
                     document = documents.draw(rng)
-                    is_supervised = document.is_answer | supervises_all
-                    writer.write(split, document.tokens, is_supervised)
+                    writer.write(split, *document)
                     shown.update(document.tokens.size)
     return summary

@@ -6,7 +6,7 @@ The numbers of draws, and what each of them consumes of the random stream, are R
 (NVIDIA/RULER, scripts/data/synthetic), so that prompts come out equal, word by word.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +99,13 @@ class Room:
             else:
                 high = middle - 1
         return found
+
+    def prompts(
+        self, draw: Callable[[int], Prompt], least: int, count: int, **most: int
+    ) -> Iterator[Prompt]:
+        """Yields drafts that fit, of the largest size (see `largest`) and less."""
+        size = self.largest(draw, least, **most)
+        return (self.fitted(draw, size, least) for _ in range(count))
 
     def fitted(self, draw: Callable[[int], Prompt], size: int, least: int) -> Prompt:
         """Draws until a draft fits, with `least` less of haystack each time.

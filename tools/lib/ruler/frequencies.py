@@ -58,8 +58,7 @@ class CommonWords:
             return Prompt(text, LIST_ANSWER, tuple(outputs))
 
         tokens = room.count(draw(4096)) / 4096
-        size = room.largest(draw, 10, int(room.length // tokens) * 2)
-        return (room.fitted(draw, size, 10) for _ in range(count))
+        return room.prompts(draw, 10, count, most=int(room.length // tokens) * 2)
 
     def _list(self, words: int, often: int, seldom: int) -> tuple[str, list[str]]:
         """Draws a numbered list of `words` words, and which of them are common."""

@@ -59,12 +59,9 @@ class Needles:
         self.rng = random.Random(self.seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        if isinstance(self.haystack, Essays):
-            least = 500
-        else:
-            least = 5 if room.is_short else 25
-        size = room.largest(self.draw, least)
-        return (room.fitted(self.draw, size, least) for _ in range(count))
+        least = 5 if room.is_short else 25
+        least = 500 if isinstance(self.haystack, Essays) else least
+        return room.prompts(self.draw, least, count)
 
     def draw(self, size: int) -> Prompt:
         """Draws a prompt with `size` sentences, needles or words of haystack."""

@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
-from data.json_text import parse_json, read_json_object
+from data.json_text import parse_json
 
 ESSAYS = "PaulGrahamEssays.json"
 """Name of the file that RULER's downloader writes, with one field, "text"."""
@@ -57,15 +57,40 @@ class Sources:
     @cached_property
     def words(self) -> tuple[list[str], str | None]:
         """RULER's longer list of words, none where it is not there; and its label."""
-        if self.english_words is None:
-            return [], None
-        return read_english_words(self.english_words)
+        path = self.english_words
+        return read_english_words(path) if path else ([], None)
 
     @property
     def labels(self) -> dict[str, str | None]:
         """What is in the files of which there may be another."""
         essays = self.essays.label if self.haystack else None
         return {"haystack": essays, "english_words": self.words[1]}
+
+
+def _read[T](
+    path: Path, what: str, parse: Callable[[bytes], T], digest: str = ""
+) -> tuple[T, str]:
+    """Returns what `parse` makes of a file, and a label of it for reports.
+
+    digest: SHA-256 of RULER's own; "": it is known by its name.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing, or is another.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path} of {what}")
+    content = path.read_bytes()
+    try:
+        found = parse(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} must be the published file of {what}, or one like it "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    own = hashlib.sha256(content).hexdigest()
+    is_rulers = own == digest if digest else path.name == ESSAYS
+    said = f"RULER's {what}: {path.name} (sha256 {own[:12]})"
+    return found, said if is_rulers else f"not {said}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,26 +106,18 @@ class Essays:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads RULER's file, or any text.
+        """Reads RULER's file, or any text; raises as `_read`."""
 
-        Raises:
-          FileNotFoundError: the file is missing.
-          ValueError: it is not text, or empty.
-        """
-        _check_file(path, "of text for haystacks")
-        is_rulers = path.name == ESSAYS
-        try:
-            text = path.read_text("utf-8")
-            if is_rulers:
-                text = read_json_object(path)["text"]
-        except (KeyError, UnicodeDecodeError) as error:
-            kind = 'a JSON object with a "text"' if is_rulers else "text in UTF-8"
-            raise ValueError(f"{path} must be {kind}: {error}") from error
-        if not text.strip():
-            raise ValueError(f"{path} has no words: give a text for haystacks")
+        def parse(content: bytes) -> list[str]:
+            is_rulers = path.name == ESSAYS
+            text = parse_json(content)["text"] if is_rulers else content.decode()
+            if not text.strip():
+                raise ValueError("it has no words")
+            return re.sub(r"\s+", " ", text).split(" ")
+
+        words, label = _read(path, "essays", parse)
         split, sentences = find_splitter()
-        label = f"{_label(path, 'essays', is_rulers)}, sentences by {sentences}"
-        return cls(re.sub(r"\s+", " ", text).split(" "), split, label)
+        return cls(words, split, f"{label}, sentences by {sentences}")
 
     def sentences(self, words: int) -> tuple[str, ...]:
         """Returns the sentences of `words` words; after the last comes the first."""
@@ -178,28 +195,15 @@ def single_words(seed: int) -> list[str]:
 
 
 def read_english_words(path: Path) -> tuple[list[str], str]:
-    """Reads the words of a JSON object, which are its values; and says what they are.
+    """Reads the words of a JSON object, which are its values; raises as `_read`."""
 
-    Raises:
-      FileNotFoundError: the file is missing.
-      ValueError: it is not an object of words.
-    """
-    _check_file(path, "of words")
-    words = [*read_json_object(path).values()]
-    if not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{path} must be a JSON object whose values are words")
-    is_rulers = hashlib.sha256(path.read_bytes()).hexdigest() == ENGLISH_WORDS
-    return words, _label(path, "words", is_rulers)
+    def parse(content: bytes) -> list[str]:
+        words = [*parse_json(content).values()]
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("its values must be words")
+        return words
 
-
-def _label(path: Path, what: str, is_rulers: bool) -> str:
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return f"{'' if is_rulers else 'not '}RULER's {what}: {path.name} (sha256 {digest})"
-
-
-def _check_file(path: Path, what: str) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path} {what}")
+    return _read(path, "words", parse, ENGLISH_WORDS)
 
 
 @dataclass(frozen=True)
@@ -220,65 +224,46 @@ Asked = tuple[list[Question], list[str]]
 """Questions, and the documents that they are of."""
 
 
-def read_squad(path: Path) -> Asked:
-    """Reads a SQuAD file; without impossible questions.
-
-    Raises:
-      FileNotFoundError, ValueError: the file is missing, or is another.
-    """
-
-    def parse(content: Any) -> Asked:
-        articles = [article["paragraphs"] for article in content["data"]]
-        texts = sorted({text["context"] for article in articles for text in article})
-        number = {text: place for place, text in enumerate(texts)}
-        questions = []
-        for article in articles:
-            numbers = [number[text["context"]] for text in article]
-            for text, mine in zip(article, numbers, strict=True):
-                related = tuple(other for other in numbers if other != mine)
-                for asked in text["qas"]:
-                    if not asked.get("is_impossible", False):
-                        answers = tuple(answer["text"] for answer in asked["answers"])
-                        one = Question(asked["question"], answers, (mine,), related)
-                        questions.append(one)
-        return questions, texts
-
-    return _read_questions(path, "SQuAD", parse)
+def squad(content: Any) -> Asked:
+    """Returns the questions of a SQuAD file; without impossible ones."""
+    articles = [article["paragraphs"] for article in content["data"]]
+    texts = sorted({text["context"] for article in articles for text in article})
+    number = {text: place for place, text in enumerate(texts)}
+    questions = []
+    for article in articles:
+        numbers = [number[text["context"]] for text in article]
+        for text, mine in zip(article, numbers, strict=True):
+            related = tuple(other for other in numbers if other != mine)
+            for asked in text["qas"]:
+                if not asked.get("is_impossible", False):
+                    answers = tuple(answer["text"] for answer in asked["answers"])
+                    one = Question(asked["question"], answers, (mine,), related)
+                    questions.append(one)
+    return questions, texts
 
 
-def read_hotpotqa(path: Path) -> Asked:
-    """Reads a HotpotQA file.
-
-    Raises:
-      FileNotFoundError, ValueError: the file is missing, or is another.
-    """
-
-    def parse(content: Any) -> Asked:
-        shown = [
-            [f"{title}\n{''.join(lines)}" for title, lines in asked["context"]]
-            for asked in content
-        ]
-        texts = sorted({text for some in shown for text in some})
-        number = {text: place for place, text in enumerate(texts)}
-        questions = []
-        for asked, some in zip(content, shown, strict=True):
-            needed = tuple(number[text] for text in some)
-            questions.append(Question(asked["question"], (asked["answer"],), needed))
-        return questions, texts
-
-    return _read_questions(path, "HotpotQA", parse)
+def hotpotqa(content: Any) -> Asked:
+    """Returns the questions of a HotpotQA file."""
+    shown = [
+        [f"{title}\n{''.join(lines)}" for title, lines in asked["context"]]
+        for asked in content
+    ]
+    texts = sorted({text for some in shown for text in some})
+    number = {text: place for place, text in enumerate(texts)}
+    questions = []
+    for asked, some in zip(content, shown, strict=True):
+        needed = tuple(number[text] for text in some)
+        questions.append(Question(asked["question"], (asked["answer"],), needed))
+    return questions, texts
 
 
-def _read_questions(path: Path, name: str, parse: Callable[[Any], Asked]) -> Asked:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {name} file {path}")
-    try:
-        found = parse(parse_json(path.read_bytes()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{path} must be a {name} file ({reason}): give the published one"
-        ) from error
-    if not found[0]:
-        raise ValueError(f"{path} has no questions: give the published {name} file")
-    return found
+def read_questions(path: Path, form: Callable[[Any], Asked]) -> Asked:
+    """Reads a file of the form `squad` or `hotpotqa`; raises as `_read`."""
+
+    def parse(content: bytes) -> Asked:
+        found = form(parse_json(content))
+        if not found[0]:
+            raise ValueError("it has no questions")
+        return found
+
+    return _read(path, f"{form.__name__} questions", parse)[0]

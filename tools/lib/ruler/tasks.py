@@ -9,7 +9,7 @@ from tools.lib.ruler.documents import Documents
 from tools.lib.ruler.frequencies import CommonWords, FrequentWords
 from tools.lib.ruler.lines import Lines
 from tools.lib.ruler.needles import NEEDLE, NOISE, Needles
-from tools.lib.ruler.sources import Sources, read_hotpotqa, read_squad
+from tools.lib.ruler.sources import Sources, hotpotqa, read_questions, squad
 from tools.lib.ruler.variables import Variables
 
 SEED = 42
@@ -39,39 +39,38 @@ class Task:
         return not self.needs or getattr(sources, self.needs) is not None
 
 
-def _essay_task(**shape: int | str) -> Task:
-    def make(seed: int, sources: Sources) -> Recipe:
-        return Needles(seed, sources.essays, **shape)
+def _needles(haystack: str = "", **shape: int | str) -> Task:
+    """Returns a task of needles in a haystack, by default of essays."""
 
-    return Task(128, make, needs="haystack")
+    def make(seed: int, sources: Sources) -> Recipe:
+        return Needles(seed, haystack or sources.essays, **shape)
+
+    return Task(128, make, needs="" if haystack else "haystack")
+
+
+def _questions(name: str, form: Callable) -> Task:
+    """Returns a task of questions, of the file that is called so."""
+
+    def make(seed: int, sources: Sources) -> Recipe:
+        return Documents(seed, *read_questions(getattr(sources, name), form))
+
+    return Task(32, make, name, match_part)
 
 
 TASKS: dict[str, Task] = {
-    "niah_single_1": Task(128, lambda seed, _: Needles(seed, NOISE)),
-    "niah_single_2": _essay_task(),
-    "niah_single_3": _essay_task(kind="uuids"),
-    "niah_multikey_1": _essay_task(keys=4),
-    "niah_multikey_2": Task(128, lambda seed, _: Needles(seed, NEEDLE)),
-    "niah_multikey_3": Task(
-        128, lambda seed, _: Needles(seed, NEEDLE, "uuids", "uuids")
-    ),
-    "niah_multivalue": _essay_task(values=4),
-    "niah_multiquery": _essay_task(keys=4, asked=4),
+    "niah_single_1": _needles(NOISE),
+    "niah_single_2": _needles(),
+    "niah_single_3": _needles(kind="uuids"),
+    "niah_multikey_1": _needles(keys=4),
+    "niah_multikey_2": _needles(NEEDLE),
+    "niah_multikey_3": _needles(NEEDLE, key_kind="uuids", kind="uuids"),
+    "niah_multivalue": _needles(values=4),
+    "niah_multiquery": _needles(keys=4, asked=4),
     "vt": Task(30, lambda seed, _: Variables(seed)),
     "cwe": Task(120, lambda seed, sources: CommonWords(seed, sources.words[0])),
     "fwe": Task(50, lambda seed, _: FrequentWords(seed)),
-    "qa_1": Task(
-        32,
-        lambda seed, sources: Documents(seed, *read_squad(sources.squad)),
-        "squad",
-        match_part,
-    ),
-    "qa_2": Task(
-        32,
-        lambda seed, sources: Documents(seed, *read_hotpotqa(sources.hotpotqa)),
-        "hotpotqa",
-        match_part,
-    ),
+    "qa_1": _questions("squad", squad),
+    "qa_2": _questions("hotpotqa", hotpotqa),
     # Of RULER's table it is not one.
     "lines": Task(
         16, lambda _, sources: Lines(FORMS[sources.form]), "form", match_line, 16

@@ -8,6 +8,7 @@ import random
 import string
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -41,16 +42,12 @@ class Variables:
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
         first = replace(room, length=EXAMPLE_TOKENS, generated=0)
-        size = first.largest(self.draw_example, LEAST_NOISE)
-        example = first.fitted(self.draw_example, size, LEAST_NOISE)
+        example = next(first.prompts(self.draw_example, LEAST_NOISE, 1))
         names = " ".join(example.outputs)
         shown = f"{example.input}{example.answer_prefix} {names}\n"
         least = LEAST_NOISE if room.is_short else 10
         size = room.largest(self.draw, least, taken=room.count(shown))
-
-        def draw(size: int) -> Prompt:
-            return self.draw(size, shown)
-
+        draw = partial(self.draw, example=shown)
         return (room.fitted(draw, size, least) for _ in range(count))
 
     def draw(self, size: int, example: str = "") -> Prompt:
