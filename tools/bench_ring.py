@@ -50,7 +50,7 @@ from kernels.backends import IMPLEMENTATIONS, choose
 from kernels.backends.block_sizes import BlockSizes
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks import rings, rows
-from tools.lib.benchmarks.original import Original, original
+from tools.lib.benchmarks.original import Original
 from tools.lib.benchmarks.problems import MASKS, Problem, relative_error
 from tools.lib.benchmarks.work import count_tiles
 
@@ -100,8 +100,8 @@ def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, 
                 tiles = _tiles(problem, layout)
                 facts.append(options | {"block_q": TILE, "block_k": TILE} | tiles)
         for chunk in chosen.chunks if chosen.beside else ():
-            start = partial(original, chosen.beside, chunk=chunk)
-            makes.append(lambda *x, start=start: stack.enter_context(start(*x)))
+            how = {"python": chosen.beside, "chunk": chunk, "stack": stack}
+            makes.append(partial(Original, **how))
             options = {"layout": "contiguous", "implementation": "ringattention"}
             facts.append(options | {"block_q": chunk, "block_k": chunk})
         runs = [make(problem, operands) for make in makes]

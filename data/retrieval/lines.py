@@ -83,22 +83,6 @@ FORMS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A record and a question about one line of it.
-
-    name, number: what the line is called, and what it says.
-    place: of the line, from 0. lines: of the record.
-    prompt: record and question.
-    """
-
-    name: int | str
-    number: int
-    place: int
-    lines: int
-    prompt: str
-
-
 @dataclass(frozen=True, eq=False)
 class Record:
     """Lines: what each is called, and int64 (lines,), what each says."""
@@ -116,12 +100,6 @@ class Record:
         pairs = zip(self.names, self.numbers.tolist(), strict=True)
         lines = (self.form.line.format(name=name, number=n) for name, n in pairs)
         return "".join([self.form.header, *lines, self.form.end])
-
-    def case(self, place: int) -> Case:
-        """Returns the record with the question about the line at `place`."""
-        name, number = self.names[place], int(self.numbers[place])
-        prompt = self.text + self.form.question.format(name=name)
-        return Case(name, number, place, len(self.names), prompt)
 
 
 def draw_record(form: LineForm, lines: int, rng: np.random.Generator) -> Record:
@@ -165,30 +143,6 @@ def record_of_length(
             f"which take {length(pool.first(1))}: ask for more"
         )
     return pool.first(fits)
-
-
-def draw_case(
-    form: LineForm,
-    rng: np.random.Generator,
-    length: Callable[[Case], int],
-    *,
-    tokens: int,
-    depth: float,
-) -> Case:
-    """Draws a case of a given length, whose line is at a given depth.
-
-    length: of a case in tokens.
-    tokens: at most; one line more would be too long.
-    depth: of the line, from 0 for the first to 1 for the last; the nearest is taken.
-
-    Raises:
-      ValueError: a length that cannot be made.
-    """
-
-    def case(record: Record) -> Case:
-        return record.case(round(depth * (len(record.names) - 1)))
-
-    return case(record_of_length(form, tokens, rng, lambda r: length(case(r))))
 
 
 def last_integer(output: str) -> int | None:

@@ -1,64 +1,25 @@
-"""Forms of lines, and cases of them: of the right words, length, line and depth."""
-
-from collections.abc import Callable
+"""Forms of lines, and records of them: of the right words and names."""
 
 import numpy as np
 import pytest
 
-from data.retrieval.lines import FORMS, Case, LineForm, draw_case
-
-each_form = pytest.mark.parametrize("name", FORMS)
-
-# Tokens of a usual case, of forms that have too few names for 1200.
-USUAL = {"letters": 150}
+from data.retrieval.lines import FORMS, record_of_length
 
 
-def draw(form: LineForm, tokens: int, depth: float = 0.5, seed: int = 0) -> Case:
-    rng = np.random.default_rng(seed)
-    return draw_case(form, rng, size_in(form), tokens=tokens, depth=depth)
+@pytest.mark.parametrize(
+    ("name", "tokens", "said"),
+    [
+        ("LRT-NL", 400, "400 tokens are too few .* which take 448"),
+        ("compact", 5000, "5000 tokens hold all of the 256 lines"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(name, tokens, said):
+    given = FORMS[name], tokens, np.random.default_rng(0)
+    with pytest.raises(ValueError, match=said):
+        record_of_length(*given, lambda record: len(record.text))
 
 
-def size_in(form: LineForm) -> Callable[[Case], int]:
-    """Counts the letters of prompt, cue and answer together."""
-    return lambda case: len(
-        case.prompt
-        + form.cue.format(name=case.name)
-        + form.answer.format(number=case.number)
-    )
-
-
-@each_form
-@pytest.mark.parametrize("depth", [0, 0.25, 1])
-def test_a_case_is_a_matter_of_its_seed_and_asks_for_the_line_at_its_depth(name, depth):
-    form, tokens = FORMS[name], USUAL.get(name, 1200)
-    case, again, other = (draw(form, tokens, depth, seed) for seed in (5, 5, 6))
-    assert case == again != other
-    body = case.prompt.removeprefix(form.header)
-    lines = body[: body.index("\n\n") + 1].splitlines(keepends=True)
-    assert len(lines) == case.lines == len(set(lines))
-    assert lines[case.place] == form.line.format(name=case.name, number=case.number)
-    assert case.prompt.endswith(form.end + form.question.format(name=case.name))
-    assert case.place == round(depth * (case.lines - 1))
-
-
-@each_form
-def test_length_is_within_a_line_of_what_is_asked_for(name):
-    form, usual = FORMS[name], USUAL.get(name, 1200)
-    longest = len("line 12345678901234-12345678: REGISTER_CONTENT is <50000>\n")
-    for tokens in (usual, usual - 1, usual - 27):
-        size = size_in(form)(draw(form, tokens, seed=tokens))
-        # Another line is asked for when there is one more, and its name is shown twice.
-        assert tokens - longest - 2 * 23 < size <= tokens
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match=r"500 tokens are too few .* which take 5"):
-        draw(FORMS["LRT-NL"], 500)
-    with pytest.raises(ValueError, match=r"5000 tokens hold all of the 256 lines"):
-        draw(FORMS["compact"], 5000)
-
-
-@each_form
+@pytest.mark.parametrize("name", FORMS)
 def test_no_two_lines_have_one_name(name):
     form = FORMS[name]
     count = len(form.names or range(5000))

@@ -198,12 +198,13 @@ def test_lines_are_asked_for_at_five_depths_within_their_length(name):
         whole = prompt.input + prompt.answer_prefix + answer
         assert tokens - 150 < prompt.length == len(whole) <= tokens
         last = re.findall(r"[\w-]+", prompt.answer_prefix.partition(">")[0])[-1]
-        number = int(re.findall(r"\d+", answer)[-1])
-        record = prompt.input.removeprefix(FORMS[name].header)
-        line = FORMS[name].line.format(name=last, number=number)
-        lines = record.splitlines(keepends=True)
+        number, form = int(re.findall(r"\d+", answer)[-1]), FORMS[name]
+        lines = prompt.input.removeprefix(form.header).splitlines(keepends=True)
         size = lines.index("\n")
+        line = form.line.format(name=last, number=number)
         assert lines.index(line) == round(prompt.depth * (size - 1))
+        assert len({*lines[:size]}) == size
+        assert prompt.input.endswith(form.end + form.question.format(name=last))
     if name.startswith("LRT"):
         assert prompt.answer_prefix == f"Line <{last}>: <REGISTER_CONTENT> is"
         assert answer == f" <{number}>\n"

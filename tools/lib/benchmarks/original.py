@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,14 +15,38 @@ from tools.lib.benchmarks.rows import Sample
 
 
 class Original:
-    """`ringattention` in its process, compiled; see `original_process.py`.
+    """`ringattention` in its process, compiled; see `original_process.py`."""
 
-    Raises, as its methods:
-      ValueError: it does not run; with the last line of its errors.
-    """
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        python: Path,
+        chunk: int,
+        stack: contextlib.ExitStack,
+    ):
+        """Starts it with these operands, in chunks of `chunk` x `chunk`.
 
-    def __init__(self, process: subprocess.Popen, directory: Path):
-        self._process, self._directory = process, directory
+        python: of an environment that has it.
+        stack: ends the process.
+
+        Raises, as its methods:
+          ValueError: it does not run; with the last line of its errors.
+        """
+        given = {n: np.asarray(x, np.float32) for n, x in operands._asdict().items()}
+        # A document's number is its first token. For one document, none is faster.
+        first = problem.visible.k_start
+        if first.any():
+            given["segments"] = first.reshape(1, -1)
+        self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        np.savez(self._directory / "problem.npz", **given)
+        said = stack.enter_context((self._directory / "errors.txt").open("w"))
+        sizes = self._directory, problem.ring_size, chunk
+        command = [*map(str, (python, original_process.__file__, *sizes))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
+        started = subprocess.Popen(command, text=True, **pipes)
+        self._process = stack.enter_context(started)
+        stack.callback(started.kill)
         begun = self._read()
         self.compile_seconds: float = begun["compile_seconds"]
         self.versions: dict[str, str] = begun["versions"]
@@ -49,29 +72,3 @@ class Original:
     def _refuse(self) -> NoReturn:
         said = (self._directory / "errors.txt").read_text().strip().splitlines()
         raise ValueError(f"ringattention failed: {(said or ['it said nothing'])[-1]}")
-
-
-@contextlib.contextmanager
-def original(
-    python: Path, problem: Problem, operands: Operands, chunk: int
-) -> Iterator[Original]:
-    """Starts `ringattention` with these operands, in chunks of `chunk` x `chunk`.
-
-    python: of an environment that has it.
-    """
-    given = {n: np.asarray(x, np.float32) for n, x in operands._asdict().items()}
-    # A document's number is its first token. For one document, none is faster.
-    first = problem.visible.k_start
-    if first.any():
-        given["segments"] = first.reshape(1, -1)
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        np.savez(directory / "problem.npz", **given)
-        script = original_process.__file__
-        command = map(str, [python, script, directory, problem.ring_size, chunk])
-        said = stack.enter_context((directory / "errors.txt").open("w"))
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
-        started = subprocess.Popen([*command], text=True, **pipes)
-        process = stack.enter_context(started)
-        stack.callback(process.kill)
-        yield Original(process, directory)

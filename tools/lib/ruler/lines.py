@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.retrieval.lines import Case, LineForm, draw_case
+from data.retrieval.lines import LineForm, Record, record_of_length
 from tools.lib.retrieval.prompts import Prompt, Room
 
 DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
@@ -19,19 +19,20 @@ class Lines:
     form: LineForm
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        tokens = room.length - room.generated
-
-        def length(case: Case) -> int:
-            prompt = self._prompt(case)
-            return room.count(prompt) + room.count(prompt.outputs[0])
-
         for number in range(count):
-            sample, place = divmod(number, len(DEPTHS))
-            rng = np.random.default_rng([0, tokens, place, sample])
-            how = {"tokens": tokens, "depth": DEPTHS[place]}
-            case = draw_case(self.form, rng, length, **how)
-            yield self._prompt(case)._replace(length=length(case), depth=DEPTHS[place])
+            yield self._draw(room, *divmod(number, len(DEPTHS)))
 
-    def _prompt(self, case: Case) -> Prompt:
-        answer = self.form.answer.format(number=case.number)
-        return Prompt(case.prompt, self.form.cue.format(name=case.name), (answer,))
+    def _draw(self, room: Room, sample: int, place: int) -> Prompt:
+        form, depth, tokens = self.form, DEPTHS[place], room.length - room.generated
+
+        def ask(record: Record) -> Prompt:
+            """Asks for the line that is nearest to the depth."""
+            line = round(depth * (len(record.names) - 1))
+            name, number = record.names[line], record.numbers[line]
+            text = record.text + form.question.format(name=name)
+            answer = form.answer.format(number=number)
+            draft = Prompt(text, form.cue.format(name=name), (answer,), depth=depth)
+            return draft._replace(length=room.count(draft) + room.count(answer))
+
+        rng = np.random.default_rng([0, tokens, place, sample])
+        return ask(record_of_length(form, tokens, rng, lambda r: ask(r).length))
