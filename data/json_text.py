@@ -97,26 +97,30 @@ def _within_reason() -> Iterator[None]:
         raise
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(
+    path: Path, remedy: str = "copy it again", most: int = MOST_BYTES
+) -> dict[str, Any]:
     """Reads the object that a file holds.
+
+    remedy: what to do about a bad one. most: bytes of it.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it holds no JSON object, or more than `MOST_BYTES`.
+      ValueError: it holds no JSON object, or more bytes.
     """
     size = path.stat().st_size
-    if size > MOST_BYTES:
+    if size > most:
         raise ValueError(
-            f"{path} has {size} bytes, and what it should hold takes {MOST_BYTES} at "
-            "most: copy it again"
+            f"{path} has {size} bytes, and what it should hold takes {most} at "
+            f"most: {remedy}"
         )
     try:
         found = parse_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
     if not isinstance(found, dict):
         raise ValueError(
-            f"{path} must be a JSON object, got {type(found).__name__}: copy it again"
+            f"{path} must be a JSON object, got {type(found).__name__}: {remedy}"
         )
     return found
 

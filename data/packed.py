@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from data.files import NewDirectory, describe_file, refuse_bucket
-from data.json_text import parse_json, short
+from data.json_text import MOST_OF_ONE, read_json_object, short
 
 FILES = "files"
 """Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
@@ -155,14 +155,8 @@ class PackedFormat:
                 f"there is no {self.name} {directory}{why}: give the directory of one, "
                 f"or make one: {make}"
             )
-        try:
-            found: dict[str, Any] = parse_json(path.read_bytes())
-            version = found["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({type(error).__name__}: {error}): "
-                f"{self.remedy}"
-            ) from error
+        found = read_json_object(path, self.remedy, MOST_OF_ONE)
+        version = found.get("version")
         if type(version) is not int or version != self.version:
             raise ValueError(
                 f"{path} has format version {short(version)}, and this program reads "

@@ -8,13 +8,14 @@ import argparse
 import contextlib
 import difflib
 import functools
+import math
 import os
 import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import ml_collections
@@ -168,33 +169,29 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}: see --help")
 
 
-def at_least(smallest: float, kind: type = int) -> Callable[[str], float]:
-    """Returns an argument type: a number that is not smaller.
+def at_least(
+    smallest: float, kind: type = int, most: float = math.inf
+) -> Callable[[str], float]:
+    """Returns an argument type: a number that is not smaller, and not above the most.
 
     kind: int or float.
     """
 
     def number(text: str) -> float:
-        wanted = f"must be {'a whole' if kind is int else 'a'} number"
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}") from None
-        if not value >= smallest:
-            raise argparse.ArgumentTypeError(
-                f"{wanted} of at least {smallest}, got {text}"
-            )
+        value, said = math.nan, repr(text)
+        with contextlib.suppress(ValueError):
+            value, said = kind(text), text
+        if not smallest <= value <= most:
+            wanted = f"a{' whole' * (kind is int)} number of at least {smallest}"
+            wanted += f" and at most {most}" * (most < math.inf)
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {said}")
         return value
 
     return number
 
 
-def share(text: str) -> float:
-    """Parses an argument that is a number from 0 to 1."""
-    value = at_least(0, float)(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text}")
-    return value
+share = at_least(0, float, most=1)
+"""Parses an argument that is a number from 0 to 1."""
 
 
 def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
@@ -226,15 +223,12 @@ def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
             "no --config=configs/NAME.py was given, nor --workdir=DIR of a run"
         )
     for override in overrides:
-        name, *_ = override.removeprefix("--config.").split("=", 1)
         if override.startswith("--config."):
-            _check_field(config, name)
-    values = flags.FlagValues()
-    command = ["program", *overrides]
+            _check_field(config, override.removeprefix("--config.").split("=", 1)[0])
+    values, command = flags.FlagValues(), ["program", *overrides]
+    options = {"flag_values": values, "sys_argv": command}
     try:
-        config_flags.DEFINE_config_dict(
-            "config", config, flag_values=values, sys_argv=command
-        )
+        config_flags.DEFINE_config_dict("config", config, **options)
         rest = values(command)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
         raise ValueError(str(error)) from error
@@ -265,16 +259,16 @@ def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
 
 def _check_field(config: ml_collections.ConfigDict, name: str) -> None:
     """Raises ValueError if the config has no field of that dotted name."""
-    is_of_agents = name in fields_by_name(agents.get_config())
+    section: Any = config
     for part in name.split("."):
-        known = config if isinstance(config, ml_collections.ConfigDict) else {}
-        if part not in known:
-            if is_of_agents:
-                raise ValueError(
-                    f"config.{name} is of agents, and this config is of text: "
-                    f"{OF_AGENTS}"
-                )
+        known = section if isinstance(section, ml_collections.ConfigDict) else {}
+        if part in known:
+            section = known[part]
+        elif name in fields_by_name(agents.get_config()):
+            raise ValueError(
+                f"config.{name} is of agents, and this config is of text: {OF_AGENTS}"
+            )
+        else:
             near = difflib.get_close_matches(part, known, n=1)
             meant = f'Did you mean "{near[0]}"?' if near else "See configs/base.py"
             raise ValueError(f'config.{name}: there is no field "{part}". {meant}')
-        config = known[part]

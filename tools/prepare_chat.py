@@ -30,7 +30,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--context-tokens",
         required=True,
-        type=at_least(1),
+        type=at_least(2),
         help="length of the rows that the conversations have to fit in",
     )
     add(

@@ -39,7 +39,7 @@ class ChatEncoder:
     document as fit, each document with the system's words; only an exchange that is too
     long by itself is truncated.
 
-    context: tokens in a document, at most.
+    context: tokens in a document, at most; 2 or more.
     """
 
     wanted, counted = "conversation to train on", "conversations"
@@ -47,15 +47,7 @@ class ChatEncoder:
     def __init__(
         self, template: ChatTemplate, *, context_tokens: int, too_long: str = "truncate"
     ):
-        """Keeps its arguments.
-
-        Raises:
-          ValueError: a context of fewer than 2 tokens, or an unknown `too_long`.
-        """
-        if context_tokens < 2:
-            raise ValueError(f"{context_tokens=} must be at least 2")
-        if too_long not in TOO_LONG:
-            raise ValueError(f"{too_long=} must be one of {', '.join(TOO_LONG)}")
+        """Keeps its arguments. too_long: one of `TOO_LONG`."""
         self.template = template
         self.context = context_tokens
         self._splits = too_long == "split"

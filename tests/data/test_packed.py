@@ -194,7 +194,7 @@ def test_files_of_another_form_are_refused(tmp_path):
         TrajectoryFile.open(directory)
     for text in "{", "[" * 100_000, '{"a": 1, "a": 2}':
         (directory / "index.json").write_text(text)
-        with pytest.raises(ValueError, match=r"index\.json cannot be read .*: make "):
+        with pytest.raises(ValueError, match=r"index\.json is not JSON \(.*\): make "):
             TrajectoryFile.open(directory)
 
 
