@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
+from ml_collections import ConfigDict
 
 from data.rows import iterate
 from tasks import config_checks, run_config
@@ -68,9 +68,7 @@ LATE_SECONDS = 20
 first may still report."""
 
 
-def train(
-    config: ml_collections.ConfigDict, say: Callable[[str], None] = print
-) -> dict[str, float]:
+def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, float]:
     """Runs a config to its end, from its newest checkpoint if there is one.
 
     Args:
@@ -166,9 +164,7 @@ def train(
     return {"step": last_step, **report.last}
 
 
-def _checked_settings(
-    config: ml_collections.ConfigDict, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _checked_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, Any]:
     """Checks the config, and returns its settings (see `run_settings`)."""
     config_checks.check(config, jax.device_count())
     if "wandb" in config.metrics and jax.process_index() == 0:
@@ -178,7 +174,7 @@ def _checked_settings(
 
 @contextlib.contextmanager
 def _checkpoints(
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     data: Data,
     settings: dict[str, Any],
     say: Callable[[str], None],
@@ -200,7 +196,7 @@ def _checkpoints(
 
 
 def _sinks(
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     run: str,
     first_step: int,
     say: Callable[[str], None],
@@ -247,7 +243,7 @@ def _stop_if(stop: SignalNotice, step: int) -> None:
 
 
 @names_fields
-def _connect(config: ml_collections.ConfigDict) -> None:
+def _connect(config: ConfigDict) -> None:
     hosts.connect(**config.hosts)
 
 

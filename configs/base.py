@@ -6,7 +6,7 @@ the way with `--config.section.field=value`. Unknown fields are refused.
 
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
 FIELDS = dict(
     # "text" trains a LLaMA; "exorl", an agent on packed trajectories, whose further
@@ -216,11 +216,11 @@ FIELDS = dict(
 )
 
 
-def get_config() -> ml_collections.ConfigDict:
-    return ml_collections.ConfigDict(FIELDS).lock()
+def get_config() -> ConfigDict:
+    return ConfigDict(FIELDS).lock()
 
 
-def changed(**fields: Any) -> ml_collections.ConfigDict:
+def changed(**fields: Any) -> ConfigDict:
     """Returns the config with other values of these fields, or of these sections'."""
     config = get_config()
     config.update(fields)

@@ -13,7 +13,7 @@ docs/fine-tuning.md.
 import json
 from pathlib import Path
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import base
 
@@ -25,7 +25,7 @@ LORA = dict(
 """Fields of a config that trains adapters."""
 
 
-def get_config(weights: str = "") -> ml_collections.ConfigDict:
+def get_config(weights: str = "") -> ConfigDict:
     """Returns the config that trains adapters of the weights in a workdir.
 
     Raises:

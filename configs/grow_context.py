@@ -13,7 +13,7 @@ Hardware: 8 H200, or 8 other devices with as much memory.
 Expected: not run at this size yet; tests/test_grow_context.py runs it small.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import base, models
 
@@ -26,7 +26,7 @@ _STAGES = {
 _FIRST = 4096
 
 
-def get_config(stage: str = "4096") -> ml_collections.ConfigDict:
+def get_config(stage: str = "4096") -> ConfigDict:
     """Returns the config of a stage, named by its tokens of context.
 
     Raises:

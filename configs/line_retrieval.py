@@ -17,7 +17,7 @@ Expected: the held-out loss stays near 0.3 nats for 300 steps, and is below 0.02
 where the first finds 17 %. Fifteen minutes on two busy cores.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import base
 
@@ -31,7 +31,7 @@ _STAGES = {
 }
 
 
-def get_config(stage: str = "32") -> ml_collections.ConfigDict:
+def get_config(stage: str = "32") -> ConfigDict:
     """Returns the config of a stage, named by its tokens of context.
 
     Raises:

@@ -29,7 +29,7 @@ Expected: planned and not run; see results/2026-11-23-families.md and
 
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import base, fine_tune
 
@@ -110,7 +110,7 @@ def fields_of(name: str) -> dict[str, Any]:
     return dict(zip(_SIZES + _HEADS, sizes, strict=True)) | parts
 
 
-def get_config(name: str = "llama3_8b/v5p") -> ml_collections.ConfigDict:
+def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     """Returns the config of a model in a place, of one sequence a step.
 
     Models with windows are in zigzag, where few ring steps have visible keys in layers

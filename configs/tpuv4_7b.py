@@ -6,12 +6,12 @@ Hardware: TPU v4-1024 (512 chips), one sequence a step, ring 512.
 Expected: not run on TPUs yet; see the README for what has been compiled.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import models
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     config = models.get_config("7b/v4")
     config.workdir = "runs/tpuv4_7b"
     return config

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import ml_collections
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from configs import agents
 from data.text.skipped import printable
@@ -194,7 +193,7 @@ share = at_least(0, float, most=1)
 """Parses an argument that is a number from 0 to 1."""
 
 
-def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
+def read_config(arguments: Sequence[str]) -> ConfigDict:
     """Reads the config of `--config=FILE --config.field=value ...`.
 
     FILE is a program, which makes the config; `FILE:NAME` passes it a name. Or of
@@ -242,7 +241,7 @@ def read_config(arguments: Sequence[str]) -> ml_collections.ConfigDict:
     return config
 
 
-def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
+def _made_by(file: str, *name: str) -> ConfigDict:
     """Returns what the file's `get_config` returns, given a name if there is one."""
     if not Path(file).is_file():
         now = RENAMED_CONFIGS.get(Path(file).stem, "one of configs/*.py")
@@ -252,16 +251,16 @@ def _made_by(file: str, *name: str) -> ml_collections.ConfigDict:
     except Exception as error:
         what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{':'.join([file, *name])}: {what}{error}") from error
-    if not isinstance(config, ml_collections.ConfigDict):
+    if not isinstance(config, ConfigDict):
         raise ValueError(f"{file}: get_config returns {config!r}, which is no config")
     return config
 
 
-def _check_field(config: ml_collections.ConfigDict, name: str) -> None:
+def _check_field(config: ConfigDict, name: str) -> None:
     """Raises ValueError if the config has no field of that dotted name."""
     section: Any = config
     for part in name.split("."):
-        known = section if isinstance(section, ml_collections.ConfigDict) else {}
+        known = section if isinstance(section, ConfigDict) else {}
         if part in known:
             section = known[part]
         elif name in fields_by_name(agents.get_config()):

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
+from ml_collections import ConfigDict
 
 from data.agents.chains import ORDERS, PREDICTED
 from data.rows import ROW_PLANS
@@ -52,7 +52,7 @@ BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
 """Packages that buckets need and that are not installed everywhere."""
 
 
-def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
+def check(config: ConfigDict, devices: int | None) -> None:
     """Checks a config by itself, for a run on this many devices; None: on any.
 
     What depends on the corpus and on the kind of device is found later.
@@ -60,7 +60,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
     Raises:
       ValueError: lists everything that is wrong.
     """
-    checks: list[Callable[[ml_collections.ConfigDict], object]] = [
+    checks: list[Callable[[ConfigDict], object]] = [
         _fields,
         corpora.named,
         attention_system,
@@ -75,11 +75,11 @@ def check(config: ml_collections.ConfigDict, devices: int | None) -> None:
     raise_all(functools.partial(check, config) for check in checks)
 
 
-def _get(config: ml_collections.ConfigDict, name: str) -> Any:
+def _get(config: ConfigDict, name: str) -> Any:
     return functools.reduce(lambda part, key: part[key], name.split("."), config)
 
 
-def _fields(config: ml_collections.ConfigDict) -> None:
+def _fields(config: ConfigDict) -> None:
     parts = _numbers, _names, _places, _of_text, _reports, _placement
     found = [line for part in parts for line in part(config)]
     if config.task == "exorl":
@@ -88,7 +88,7 @@ def _fields(config: ml_collections.ConfigDict) -> None:
         raise ValueError("; ".join(found))
 
 
-def _numbers(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _numbers(config: ConfigDict) -> Iterator[str]:
     for name, least in LEAST.items():
         value = _get(config, name)
         if value < least:
@@ -97,7 +97,7 @@ def _numbers(config: ml_collections.ConfigDict) -> Iterator[str]:
         yield f"{config.seed=} must be below 2^32"
 
 
-def _names(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _names(config: ConfigDict) -> Iterator[str]:
     known: dict[str, Collection[str]] = {
         "task": TASKS,
         "implementation": ("", *IMPLEMENTATIONS),
@@ -113,12 +113,12 @@ def _names(config: ml_collections.ConfigDict) -> Iterator[str]:
             yield f"config.{name}={value!r} must be one of {wanted}"
 
 
-def _sizes(config: ml_collections.ConfigDict) -> None:
+def _sizes(config: ConfigDict) -> None:
     with contextlib.suppress(FileNotFoundError):  # no corpus: found later
         TASKS.get(config.task, TASKS["text"]).sizes(config)
 
 
-def _places(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _places(config: ConfigDict) -> Iterator[str]:
     for name in ("workdir", "init_from"):
         kind, is_bucket, _ = config[name].partition("://")
         said = f"config.{name}={config[name]!r}"
@@ -131,7 +131,7 @@ def _places(config: ml_collections.ConfigDict) -> Iterator[str]:
             )
 
 
-def _of_text(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _of_text(config: ConfigDict) -> Iterator[str]:
     if config.lora.rank and config.task != "text":
         yield f"{config.lora.rank=} is for task text: set it to 0"
     elif config.lora.rank and not config.init_from:
@@ -143,7 +143,7 @@ def _of_text(config: ml_collections.ConfigDict) -> Iterator[str]:
         yield f"{config.optimizer.parameters=} is for task text: set it to float32"
 
 
-def _reports(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _reports(config: ConfigDict) -> Iterator[str]:
     if not {*config.metrics} <= {*SINKS} or len({*config.metrics}) < len(
         config.metrics
     ):
@@ -166,7 +166,7 @@ def _reports(config: ml_collections.ConfigDict) -> Iterator[str]:
             yield f"{config.profile=} begins after {config.train.steps=}"
 
 
-def _placement(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _placement(config: ConfigDict) -> Iterator[str]:
     wanted = {
         "remat": (config.remat != "everything", "nothing"),
         "remat_budget_gib": (not config.remat_budget_gib, 0.0),
@@ -182,7 +182,7 @@ def _placement(config: ml_collections.ConfigDict) -> Iterator[str]:
             )
 
 
-def _shares(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _shares(config: ConfigDict) -> Iterator[str]:
     data = config.data
     if not 0 < data.held_out_share < 1:
         yield f"{config.data.held_out_share=} must be above 0 and below 1"
@@ -195,7 +195,7 @@ def _shares(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 @names_fields
-def _batch(config: ml_collections.ConfigDict, devices: int) -> None:
+def _batch(config: ConfigDict, devices: int) -> None:
     """Checks that mesh, batch and devices fit each other."""
     mesh = mesh_shape(config, devices).abstract_mesh()
     RUNS.get(config.task, RUNS["text"])(config, Partition(mesh)).check_batch()

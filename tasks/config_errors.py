@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
 OTHER_NAMES = {
     "total_steps": "config.train.steps",
@@ -38,7 +38,7 @@ def names_fields[**P, R](make: Callable[P, R]) -> Callable[P, R]:
     return named
 
 
-def in_words_of(config: ml_collections.ConfigDict, text: str) -> str:
+def in_words_of(config: ConfigDict, text: str) -> str:
     """Returns a text in which `field=`, or a field of several words, is named whole."""
     names = {n.split(".")[-1]: f"config.{n}" for n in fields_by_name(config)}
     names |= OTHER_NAMES
@@ -56,11 +56,11 @@ def in_words_of(config: ml_collections.ConfigDict, text: str) -> str:
     return re.sub(rf"(?<![\w./-])(?P<before>(?:\w+\.)*)(?P<name>{known})", whole, text)
 
 
-def fields_by_name(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def fields_by_name(config: ConfigDict) -> dict[str, Any]:
     """Values of a config's fields, and those of its sections, by dotted name."""
     fields = {}
     for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict):
+        if isinstance(value, ConfigDict):
             inner = fields_by_name(value).items()
             fields |= {f"{name}.{rest}": found for rest, found in inner}
         else:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
 from data.packed import digest
@@ -19,7 +19,7 @@ STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
 
 
-def named(config: ml_collections.ConfigDict) -> dict[str, float | None]:
+def named(config: ConfigDict) -> dict[str, float | None]:
     """Returns directories and weights (see `parse_mixture`); {}: the default corpus.
 
     Raises:
@@ -31,13 +31,13 @@ def named(config: ml_collections.ConfigDict) -> dict[str, float | None]:
         raise ValueError(f"config.data.corpus={error}") from error
 
 
-def directories(config: ml_collections.ConfigDict) -> list[Path]:
+def directories(config: ConfigDict) -> list[Path]:
     """Returns the corpora; prepares the default one where it is missing."""
     found = [Path(name) for name in named(config)]
     return found or [prepare_standard_library(STANDARD_LIBRARY)]
 
 
-def vocab_size(config: ml_collections.ConfigDict) -> int:
+def vocab_size(config: ConfigDict) -> int:
     """Returns how many ids their tokenizer has; reads no default corpus.
 
     Raises:
@@ -47,7 +47,7 @@ def vocab_size(config: ml_collections.ConfigDict) -> int:
     return max(sizes, default=ByteTokenizer.vocab_size)
 
 
-def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
+def identify(config: ConfigDict) -> tuple[str, str, str]:
     """Returns the data's field, its digest, and a note of what was not compared.
 
     The digest is of the weights too, where there are several corpora.
@@ -69,9 +69,7 @@ def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
 
 
 @names_fields
-def rows(
-    config: ml_collections.ConfigDict, split: str, vocab_size: int
-) -> tuple[RowPlan, RowOrder]:
+def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowOrder]:
     """Returns the rows of a split, and their order: shuffled to train, else in order.
 
     Raises:
@@ -95,7 +93,7 @@ def rows(
     return MixedRows(plans), MixedOrder(counts, shares(found, counts), order)
 
 
-def longest_document(config: ml_collections.ConfigDict) -> int | None:
+def longest_document(config: ConfigDict) -> int | None:
     """Returns the tokens of the longest document trained on; None if none is known.
 
     Known are those of corpora that the config names and that can be read; what is wrong
@@ -112,7 +110,7 @@ def longest_document(config: ml_collections.ConfigDict) -> int | None:
 
 
 def reads_few_shards(
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     layout: Layout,
     ring_size: int,
     longest: int | None = None,

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from kernels import masks
 from kernels.compiler import compiler_options
@@ -36,7 +36,7 @@ MOST_APPENDED = 256
 """Tokens of a prompt that are appended to a cache at a time, at most."""
 
 
-def config_to_ask(arguments: Sequence[str]) -> ml_collections.ConfigDict:
+def config_to_ask(arguments: Sequence[str]) -> ConfigDict:
     """Reads the config of a run whose checkpoint a program reads (see `read_config`).
 
     Raises:

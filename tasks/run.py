@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
 
 from data.batch import Block
 from data.document_mask import DocumentMask
@@ -84,13 +84,11 @@ class Run(abc.ABC):
     ValueError, with its fields named as in the config.
     """
 
-    config: ml_collections.ConfigDict
+    config: ConfigDict
     partition: Partition
 
     @classmethod
-    def of(
-        cls, config: ml_collections.ConfigDict, devices: Sequence[jax.Device]
-    ) -> Self:
+    def of(cls, config: ConfigDict, devices: Sequence[jax.Device]) -> Self:
         """Returns the run on these devices.
 
         Raises:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from configs import agents, base
 from data.json_text import parse_json, short
@@ -25,9 +25,7 @@ GONE = ("data.buffered_steps",)
 """Fields of older programs that changed no number."""
 
 
-def write(
-    config: ml_collections.ConfigDict, settings: Mapping[str, Any] | None = None
-) -> None:
+def write(config: ConfigDict, settings: Mapping[str, Any] | None = None) -> None:
     """Writes the config into its workdir, whole or not at all.
 
     Of `may_change` it leaves out what this start alone was allowed: another run, and
@@ -55,7 +53,7 @@ def write(
     replace_text(place_of(config.workdir) / FILE, written)
 
 
-def read(workdir: str) -> ml_collections.ConfigDict:
+def read(workdir: str) -> ConfigDict:
     """Returns the config of the run in a workdir, with this as its `workdir`.
 
     Fields that the run's program did not have yet have their defaults.
@@ -77,7 +75,7 @@ def read(workdir: str) -> ml_collections.ConfigDict:
         found = parse_json(path.read_text())
         if not isinstance(found, dict):
             raise ValueError(f"it must hold a JSON object, got {short(found)}")
-        found = fields_by_name(ml_collections.ConfigDict(found))
+        found = fields_by_name(ConfigDict(found))
         found = {name: x for name, x in found.items() if not is_old(name, x)}
     except ValueError as error:
         raise ValueError(f"{path} is not JSON of a config ({error})") from error

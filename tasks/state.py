@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_collections
+from ml_collections import ConfigDict
 
 from models.abstract import Model
 from models.sizes import LanguageModelConfig
@@ -80,7 +80,7 @@ def abstract_parameters(shapes: Any, axes: Any, partition: Partition) -> Any:
 
 @names_fields
 def optimizer_settings(
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
 ) -> OptimizerSettings:
     """Returns the settings of the optimizer and its schedule."""
     fields = {**config.optimizer}
@@ -90,7 +90,7 @@ def optimizer_settings(
 
 
 @names_fields
-def guard_settings(config: ml_collections.ConfigDict) -> GuardSettings:
+def guard_settings(config: ConfigDict) -> GuardSettings:
     """Returns which updates are skipped, and when a run ends."""
     return GuardSettings(**config.guard)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 from jax.sharding import AbstractMesh, Mesh
+from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
 from kernels import layouts
@@ -44,7 +44,7 @@ class AttentionSystem:
 
 
 @names_fields
-def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
+def attention_system(config: ConfigDict) -> AttentionSystem:
     """Returns the system that `config.attention` names.
 
     Raises:
@@ -64,7 +64,7 @@ def attention_system(config: ml_collections.ConfigDict) -> AttentionSystem:
     return systems[config.attention]
 
 
-def prepare_devices(config: ml_collections.ConfigDict) -> None:
+def prepare_devices(config: ConfigDict) -> None:
     """Makes this process simulate CPU devices, if the config asks for them.
 
     And JAX take what plans count on of a GPU's memory, unless the environment says how
@@ -81,7 +81,7 @@ def prepare_devices(config: ml_collections.ConfigDict) -> None:
 
 
 @names_fields
-def mesh_shape(config: ml_collections.ConfigDict, devices: int) -> MeshShape:
+def mesh_shape(config: ConfigDict, devices: int) -> MeshShape:
     """Returns the axes of a mesh of this many devices.
 
     Raises:
@@ -107,9 +107,7 @@ def mesh_shape(config: ml_collections.ConfigDict, devices: int) -> MeshShape:
     return shape.cut_ring(config.model.hidden_size)
 
 
-def partition(
-    config: ml_collections.ConfigDict, devices: Sequence[jax.Device]
-) -> Partition:
+def partition(config: ConfigDict, devices: Sequence[jax.Device]) -> Partition:
     """Returns the partition over the devices to run on or compile for.
 
     Raises:
@@ -119,7 +117,7 @@ def partition(
 
 
 @names_fields
-def document_mask(config: ml_collections.ConfigDict) -> DocumentMask:
+def document_mask(config: ConfigDict) -> DocumentMask:
     """Returns which tokens of its document a token sees, in layers without windows.
 
     Raises:
@@ -152,7 +150,7 @@ def document_mask(config: ml_collections.ConfigDict) -> DocumentMask:
 
 
 @names_fields
-def check_execution(config: ml_collections.ConfigDict) -> Execution:
+def check_execution(config: ConfigDict) -> Execution:
     """Returns the settings that the config says, before anything is chosen.
 
     Raises:
@@ -181,7 +179,7 @@ def check_execution(config: ml_collections.ConfigDict) -> Execution:
 
 
 def chosen_execution(
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     kept: Kept,
     device: Device | None,
     vocab_size: int = 0,

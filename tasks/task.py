@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import ml_collections
+from ml_collections import ConfigDict
 
 from tasks import exorl, text
 from tasks.config_errors import fields_by_name
@@ -32,9 +32,7 @@ _UNREAD = {
 }
 
 
-def make_run(
-    config: ml_collections.ConfigDict, devices: Partition | Sequence[jax.Device]
-) -> Run:
+def make_run(config: ConfigDict, devices: Partition | Sequence[jax.Device]) -> Run:
     """Returns the run of a config's task on devices, or on a mesh of them.
 
     Raises:
@@ -47,9 +45,7 @@ def make_run(
     return run.of(config, devices)
 
 
-def run_settings(
-    config: ml_collections.ConfigDict, say: Callable[[str], None]
-) -> dict[str, Any]:
+def run_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, Any]:
     """Returns the settings of the run, JSON values by dotted name.
 
     Every field that its task reads, except those that hosts have of their own, and a
@@ -73,6 +69,6 @@ def run_settings(
     return json.loads(json.dumps(read | {f"{field}.contents": digest}))
 
 
-def _check_task(config: ml_collections.ConfigDict) -> None:
+def _check_task(config: ConfigDict) -> None:
     if config.task not in TASKS:
         raise ValueError(f"{config.task=} must be one of {', '.join(TASKS)}")

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 from flax import nnx
+from ml_collections import ConfigDict
 
 from data.batch import Batch, Block
 from data.rows import TextBatches
@@ -170,7 +170,7 @@ class TextRun(Run):
 
 
 @names_fields
-def sizes(config: ml_collections.ConfigDict) -> LanguageModelConfig:
+def sizes(config: ConfigDict) -> LanguageModelConfig:
     """Returns the sizes and parts of the config's model.
 
     Raises:
@@ -184,7 +184,7 @@ def sizes(config: ml_collections.ConfigDict) -> LanguageModelConfig:
     return LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
 
 
-def vocab_size(config: ml_collections.ConfigDict) -> int:
+def vocab_size(config: ConfigDict) -> int:
     """Returns the rows of the embedding, V.
 
     That is config.model.vocab_size; where it is 0, the vocabulary of the tokenizer of
