@@ -40,16 +40,10 @@ class Document(NamedTuple):
     is_supervised: np.ndarray | None
 
 
-class Row(Protocol):
-    """Interface of a row: where it is, what it says, and its split (`InputFile`)."""
-
-    where: str
-    text: str
-    split: str | None
-
-
-class Rows[R: Row](Protocol):
+class Rows[R](Protocol):
     """Interface of what a corpus is made of.
+
+    A row has `where` it is, its `text`, and its `split` (see `InputFile`).
 
     wanted: a row, for messages. counted: what many are called; "": documents.
     """
@@ -128,7 +122,7 @@ class Summary:
         return "\n".join(map(printable, lines))
 
 
-def write_corpus[R: Row](
+def write_corpus[R](
     writer: TokenFileWriter,
     rows: Rows[R],
     inputs: Sequence[Path],
@@ -151,9 +145,8 @@ def write_corpus[R: Row](
       least_held_out: characters to hold out of small corpora (see `Holdout`).
       on_bad_row: called with every row that has no document; if it returns, the row is
         skipped.
-      validation_fraction: about this share of characters is held out, and at least
-        one row (and never all) where two differ; if no files are held out. None: 2 %,
-        and of small corpora up to 10 %.
+      validation_fraction: share of characters to hold out (see `Holdout`), if no files
+        are held out. None: 2 %, and of small corpora up to 10 %.
       keep_markup: whether most rows may have markup, which is learned as text.
       chosen: `pattern` and `splits`, as of `list_inputs`.
 
@@ -173,38 +166,25 @@ def write_corpus[R: Row](
         summary.skipped.add(row)
 
     with writer:
-        good, characters = _survey(rows, summary, holdout, skip)
+        good, characters = 0, 0
+        for row in _good(rows.read(found.files), skip, "reading"):
+            good, characters = good + 1, characters + len(row.text)
+            if row.split is None:
+                holdout.add(row.text)
+            rows.note(row, summary)
         if not keep_markup:
             check_markup(summary.markup, good)
         writer.add_sources(file.path for file in found.files)
         _write(rows, summary, holdout, skip, characters)
         if not summary.rows:
-            where = ", ".join(map(str, inputs))
             reasons = [f"{len(found.files)} files are read", *summary.left_out()]
-            raise ValueError(
-                f"there is no {rows.wanted} in {where}: {'; '.join(reasons)}"
-            )
+            where, why = ", ".join(map(str, inputs)), "; ".join(reasons)
+            raise ValueError(f"there is no {rows.wanted} in {where}: {why}")
     return summary
 
 
-def _survey[R: Row](
-    rows: Rows[R],
-    summary: Summary,
-    holdout: Holdout,
-    skip: Callable[[BadRow], None],
-) -> tuple[int, int]:
-    """Reads all rows; returns how many are good, and their characters."""
-    good, characters = 0, 0
-    for row in _good(rows.read(summary.inputs.files), skip, "reading"):
-        good, characters = good + 1, characters + len(row.text)
-        if row.split is None:
-            holdout.add(row.text)
-        rows.note(row, summary)
-    return good, characters
-
-
-def _write[R: Row](
-    rows: Rows[R],
+def _write(
+    rows: Rows,
     summary: Summary,
     holdout: Holdout,
     skip: Callable[[BadRow], None],
@@ -230,19 +210,16 @@ def _write[R: Row](
         )
 
 
-def _good[R: Row](
-    rows: Iterator[R | BadRow],
-    skip: Callable[[BadRow], None],
-    what: str,
-    characters: int | None = None,
-) -> Iterator[R]:
+def _good(
+    rows: Iterator[Any], skip: Callable[[BadRow], None], what: str, size: int = 0
+) -> Iterator[Any]:
     """Yields the rows that are not bad, beside a bar that counts their characters.
 
-    skip: is called with bad ones. characters: of all; None: not known. The bar is
+    skip: is called with bad ones. size: characters of all; 0: not known. The bar is
     silent where standard error is not a terminal.
     """
     unit = {"unit": " characters", "unit_scale": True, "disable": None}
-    with tqdm(desc=what, total=characters, **unit) as bar:
+    with tqdm(desc=what, total=size or None, **unit) as bar:
         for row in rows:
             if isinstance(row, BadRow):
                 skip(row)
@@ -309,12 +286,12 @@ def prepare_standard_library(output: Path) -> Path:
         holds tokens that are not bytes.
       FileExistsError: `output` is something else than a corpus.
     """
-    if not (output / "meta.json").exists():
+    index = output / "meta.json"
+    if not index.exists():
         try:
             prepare(standard_library_files(), output, ByteTokenizer())
         except FileExistsError:
-            # Another process of the same run may have been faster.
-            if not (output / "meta.json").exists():
+            if not index.exists():  # by another process of the same run
                 raise
     for split in SPLITS:
         corpus = TokenFile.open(output, split)

@@ -10,7 +10,7 @@ all others, what each document says decides whether it is held out.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,30 +127,24 @@ def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
       ValueError: the list of its files is damaged.
     """
     listed = {path.parent: _listed(path) for path in files if path.name == STATE}
+    wanted = [path for paths in listed.values() for path in paths]
     kept = []
     for path in files:
         if ending(path) not in TABLES:
             left_out.add(BadRow(str(path), "beside Parquet or Arrow files"))
-        elif path.parent in listed and path not in listed[path.parent]:
+        elif path.parent in listed and path not in wanted:
             left_out.add(BadRow(str(path), f"not listed in {STATE}"))
         elif path.name.startswith("cache-"):
             left_out.add(BadRow(str(path), "cache of a data set"))
         else:
             kept.append(path)
-    wanted = [path for paths in listed.values() for path in paths]
-    numbers = defaultdict(set)
-    for path in kept:
-        shard = SHARD.match(path.name)
-        if shard and path not in wanted:
-            # Behind its number a shard may have a digest of its own.
-            pattern = f"{shard['name']}-{{:05}}-of-{shard['count']}"
-            numbers[path.parent / pattern, int(shard["count"])].add(
-                int(shard["number"])
-            )
+    # Behind its number a shard may have a digest of its own.
+    shards = {(p.parent, *m.groups()) for p in kept if (m := SHARD.match(p.name))}
     missing = [str(path) for path in wanted if path not in kept]
-    for (pattern, count), found in numbers.items():
-        absent = {*range(count)} - found
-        missing += [str(pattern).format(number) for number in sorted(absent)]
+    for folder, name, count in sorted({(f, n, c) for f, n, _, c in shards}):
+        for number in range(int(count) if folder not in listed else 0):
+            if (folder, name, f"{number:05}", count) not in shards:
+                missing.append(f"{folder / name}-{number:05}-of-{count}")
     if missing:
         raise FileNotFoundError(
             f"{missing[0]} is missing, of {len(missing)} files of a data set: copy it "
