@@ -4,6 +4,7 @@ Which corpus the next row is of follows from its number and the weights alone, a
 of the corpus' rows from the seed: so a mixture resumes at a step number, as one corpus.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,32 +34,25 @@ def parse_mixture(text: str) -> dict[str, float | None]:
     """
     if Path(text).is_dir():
         return {text: None}
+    wanted = (
+        'say one directory, or several, as "a,b", or with weights, as "a:0.7,b:0.3"'
+    )
     found: dict[str, float | None] = {}
-    for part in text.split(","):
-        name, colon, number = part.strip().rpartition(":")
-        weight = _number(number) if colon else None
-        name = name if weight is not None else part.strip()
+    for part in map(str.strip, text.split(",")):
+        name, weight = part, None
+        with contextlib.suppress(ValueError):  # it has no weight
+            before, number = part.rsplit(":", 1)
+            name, weight = before, float(number)
         if not name or name in found:
             what = "twice" if name else "an empty name"
-            raise ValueError(f"{text!r} has {name or part!r} {what}: {_WANTED}")
+            raise ValueError(f"{text!r} has {name or part!r} {what}: {wanted}")
         found[name] = weight
-    weights = [*found.values()]
-    given = [weight for weight in weights if weight is not None]
-    if given and len(given) < len(weights):
-        raise ValueError(f"{text!r} has weights for some only: {_WANTED}")
+    given = [weight for weight in found.values() if weight is not None]
+    if given and len(given) < len(found):
+        raise ValueError(f"{text!r} has weights for some only: {wanted}")
     if not all(0 < weight < math.inf for weight in given):
-        raise ValueError(f"{text!r} must have weights above 0, and finite: {_WANTED}")
+        raise ValueError(f"{text!r} must have weights above 0, and finite: {wanted}")
     return found
-
-
-_WANTED = 'say one directory, or several, as "a,b", or with weights, as "a:0.7,b:0.3"'
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True)

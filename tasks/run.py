@@ -20,15 +20,15 @@ from ml_collections import ConfigDict
 from data.batch import Block
 from data.document_mask import DocumentMask
 from data.rows import TextBatches
-from kernels import layouts, masks
+from kernels import masks
 from kernels.compiler import compiler_options
-from kernels.layouts import Layout, padded_length
+from kernels.layouts import Layout, Striped, padded_length
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
 from models.memory import Execution, Kept
 from tasks import corpora
-from tasks.config_errors import names_fields, raise_all
+from tasks.config_errors import names_fields
 from tasks.state import abstract_state, optimizer_settings, sharding_of
 from tasks.systems import (
     AttentionSystem,
@@ -153,30 +153,26 @@ class Run(abc.ABC):
         That is if the rows of a microbatch do not divide over it, or if remat is of
         tails that the layout does not have.
         """
-        raise_all([self._check_rows, self._check_tail])
-
-    def _check_rows(self) -> None:
-        config, rows = self.config, self.config.data.batch_rows
-        if config.train.microbatches < 1:
-            raise ValueError(f"{config.train.microbatches=} must be at least 1")
+        config, rows, found = self.config, self.config.data.batch_rows, []
         parts = config.train.microbatches * self.partition.shards("batch")
-        if rows < 1 or rows % parts:
-            raise ValueError(
+        if config.train.microbatches < 1:
+            found.append(f"{config.train.microbatches=} must be at least 1")
+        elif rows < 1 or rows % parts:
+            found.append(
                 f"{config.data.batch_rows=} does not divide into "
                 f"{config.train.microbatches=} over the mesh's data and fsdp axes: "
                 f"make it a multiple of {parts}, the next is "
                 f"{max(1, -(-rows // parts)) * parts}"
             )
-
-    def _check_tail(self) -> None:
         # First halves in zigzag are a contiguous ring, which takes half of the time.
-        config, ring = self.config, self.partition.ring_size
-        is_striped = isinstance(self.layout, layouts.Striped)
+        ring, is_striped = self.partition.ring_size, isinstance(self.layout, Striped)
         if config.remat == "tail" and ring > 1 and not is_striped:
-            raise ValueError(
+            found.append(
                 f"{config.remat=} needs a ring of 1, or stripes, got {self.layout} on "
                 f"{ring}: set config.attention=striped, or config.remat=attention"
             )
+        if found:
+            raise ValueError("; ".join(found))
 
     @functools.cached_property
     def local_tokens(self) -> int:
