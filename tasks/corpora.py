@@ -17,6 +17,8 @@ from tasks.systems import document_mask
 
 STANDARD_LIBRARY = Path("corpora/standard_library")
 """Where the default corpus is prepared."""
+VOCAB_MULTIPLE = 8
+"""A corpus's vocabulary is rounded up to it, to divide over the tensor axis."""
 
 
 def named(config: ConfigDict) -> dict[str, float | None]:
@@ -38,13 +40,25 @@ def directories(config: ConfigDict) -> list[Path]:
 
 
 def vocab_size(config: ConfigDict) -> int:
-    """Returns how many ids their tokenizer has; reads no default corpus.
+    """Returns the rows of the embedding, V; reads no default corpus.
+
+    That is config.model.vocab_size; where it is 0, the vocabulary of the tokenizer of
+    config.data.corpus (of the default corpus: bytes), rounded up to `VOCAB_MULTIPLE`.
 
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
-    sizes = [token_file.vocab_size(Path(name)) for name in named(config)]
-    return max(sizes, default=ByteTokenizer.vocab_size)
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    try:
+        sizes = [token_file.vocab_size(Path(name)) for name in named(config)]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; or set config.model.vocab_size, which is the corpus's where "
+            "it is 0"
+        ) from error
+    ids = max(sizes, default=ByteTokenizer.vocab_size)
+    return -(-ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def identify(config: ConfigDict) -> tuple[str, str, str]:
@@ -55,16 +69,11 @@ def identify(config: ConfigDict) -> tuple[str, str, str]:
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
-    compare = config.data.compare_digests
-    found = [
-        token_file.identify(directory, compare=compare)
-        for directory in directories(config)
-    ]
+    compare = {"compare": config.data.compare_digests}
+    found = [token_file.identify(place, **compare) for place in directories(config)]
     digests, notes = zip(*found, strict=True)
-    weights = [*named(config).values()]
-    one = digests[0]
-    if len(digests) > 1:
-        one = digest({"corpora": digests, "weights": weights})
+    both = {"corpora": digests, "weights": [*named(config).values()]}
+    one = digests[0] if len(digests) == 1 else digest(both)
     return "data.corpus", one, "; ".join(filter(None, notes))
 
 

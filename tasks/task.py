@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from tasks import exorl, text
+from tasks import corpora, exorl, text
 from tasks.config_errors import fields_by_name
 from tasks.run import Run
 from training.mesh import Partition
@@ -63,7 +63,7 @@ def run_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, An
     read = {name: fields[name] for name in fields if not is_named(name, left_out)}
     field, digest, unread = TASKS[config.task].identify(config)
     if config.task == "text":
-        read["model.vocab_size"] = text.vocab_size(config)
+        read["model.vocab_size"] = corpora.vocab_size(config)
     if unread:
         say(f"data: {unread}")
     return json.loads(json.dumps(read | {f"{field}.contents": digest}))

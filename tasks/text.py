@@ -29,9 +29,6 @@ from training.step import Counts, count_tokens
 
 identify = corpora.identify
 
-VOCAB_MULTIPLE = 8
-"""A corpus's vocabulary is rounded up to it, to divide over the tensor axis."""
-
 
 class TextRun(Run):
     """A run that trains a language model."""
@@ -175,31 +172,10 @@ def sizes(config: ConfigDict) -> LanguageModelConfig:
 
     Raises:
       ValueError: sizes that make no model.
-      FileNotFoundError, ValueError: as `vocab_size`.
+      FileNotFoundError, ValueError: as `corpora.vocab_size`.
     """
-    fields = {**config.model, "vocab_size": vocab_size(config)}
+    fields = {**config.model, "vocab_size": corpora.vocab_size(config)}
     scaling = RopeScaling(**config.rope_scaling)
     lora = Lora(config.lora.rank, config.lora.alpha, config.lora.targets)
     lora = lora if lora.rank else Lora()  # without any it is as it was before
     return LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
-
-
-def vocab_size(config: ConfigDict) -> int:
-    """Returns the rows of the embedding, V.
-
-    That is config.model.vocab_size; where it is 0, the vocabulary of the tokenizer of
-    config.data.corpus (of the default corpus: bytes), rounded up to `VOCAB_MULTIPLE`.
-
-    Raises:
-      FileNotFoundError, ValueError: the corpus is missing or damaged.
-    """
-    if config.model.vocab_size:
-        return config.model.vocab_size
-    try:
-        ids = corpora.vocab_size(config)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}; or set config.model.vocab_size, which is the corpus's where "
-            "it is 0"
-        ) from error
-    return -(-ids // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

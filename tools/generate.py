@@ -41,7 +41,7 @@ from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
 from data.text.tokenizer_files import SAMPLING, read_sampling
 from models.decode import Generator, Held
 from models.sampling import Sampling
-from tasks import corpora, text
+from tasks import corpora
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import config_to_ask, generator, restored_parameters
 from tasks.text import TextRun
@@ -177,7 +177,7 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
             corpus = TokenFile.open(Path(directory), "train")
             spec = corpus.tokenizer
         size = 0 if corpus else config.model.vocab_size
-        if size >= ByteTokenizer.vocab_size + text.VOCAB_MULTIPLE:
+        if size >= ByteTokenizer.vocab_size + corpora.VOCAB_MULTIPLE:
             raise ValueError(
                 f"{config.workdir} names no corpus to take a tokenizer of, and "
                 f"config.model.vocab_size={size} is not that of bytes: give the "
@@ -186,7 +186,7 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
     tokenizer = open_tokenizer(spec)
     if corpus and int(corpus.tokens[:1][0]) not in tokenizer.begin_of_document:
         tokenizer.begin_of_document = ()
-    vocab_size = text.vocab_size(config)
+    vocab_size = corpora.vocab_size(config)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but "
