@@ -6,6 +6,7 @@ what is asked for can be at any depth of it, and there is nothing to guess it fr
 
 import re
 import string
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -131,12 +132,8 @@ def record_of_length(
             f"{tokens} tokens hold all of the {most} lines that this form has names "
             "for: ask for fewer tokens, or take a form with more names"
         )
-    while fits + 1 < fails:
-        middle = (fits + fails) // 2
-        if length(pool.first(middle)) <= tokens:
-            fits = middle
-        else:
-            fails = middle
+    more = range(fits + 1, fails)
+    fits += bisect_right(more, tokens, key=lambda lines: length(pool.first(lines)))
     if not fits:
         raise ValueError(
             f"{tokens} tokens are too few for a record of one line and its question, "

@@ -6,7 +6,7 @@ the model that lie beside it say which tokens begin and end a text
 (data/text/tokenizer_files.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.files import refuse_bucket
-from data.text.tokenizer_files import (
-    TOKENIZER_CONFIG,
-    read_begin,
-    read_names,
-    read_stop_tokens,
-)
+from data.text.tokenizer_files import TOKENIZER_CONFIG, read_names, read_stop_tokens
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,8 +30,6 @@ END_OF_DOCUMENT_NAMES = (
     "<|im_end|>",
     "<end_of_turn>",
 )
-# And that which every text begins with. Gemma's "<s>" is a tag of HTML too.
-BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>")
 UNKNOWN = "\U0010fffd"
 """Letter of no alphabet."""
 LARGEST_ID = (1 << 31) - 1
@@ -108,20 +101,6 @@ class Tokenizer:
     def token_id(self, name: str) -> int | None:
         """Returns the id of the token of this name, as "<s>"; None if none."""
         raise NotImplementedError
-
-    def _name_tokens(
-        self, path: Path, own_begin: Sequence[int], name_of: Callable[[int], str | None]
-    ) -> None:
-        """Sets what begins a text, and names: the files beside the tokenizer decide.
-
-        own_begin: ids that the tokenizer begins a text with where no file says.
-        """
-        self.begin_of_document = read_begin(path, own_begin, self.token_id)
-        begins = [*map(name_of, self.begin_of_document)]
-        begins += [name for name in BEGIN_NAMES if name in self.special]
-        known = {"bos_token": begins[0]} if begins else {}
-        known |= {"eos_token": name_of(self.end_of_document)} | read_names(path)
-        self.names = {use: name for use, name in known.items() if name}
 
 
 class ByteTokenizer(Tokenizer):
@@ -207,7 +186,8 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {t.content: i for i, t in added.items() if t.special}
         self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
-        self._name_tokens(path, self._own_begin(), self._tokenizer.id_to_token)
+        begin, name_of = self._own_begin(), self._tokenizer.id_to_token
+        self.begin_of_document, self.names = read_names(self, path, begin, name_of)
 
     def encode_all(
         self, texts: Sequence[str], *, is_behind: bool = False
@@ -305,7 +285,7 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = {i: self._model.id_to_piece(i) for i in range(self.vocab_size)}
         self.special = {pieces[i]: i for i in filter(self._model.is_control, pieces)}
         begin = [self._model.bos_id()] if self._model.bos_id() >= 0 else []
-        self._name_tokens(path, begin, pieces.get)
+        self.begin_of_document, self.names = read_names(self, path, begin, pieces.get)
         one, two = self.encode("a"), self.encode("a a")
         self._adds_space = np.array_equal(two, np.concatenate([one, one]))
 

@@ -22,6 +22,8 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SAMPLING = "temperature", "top_k", "top_p"
 """Keys of generation_config.json that are defaults of tools/generate.py."""
+# Of the token that every text begins with. Gemma's "<s>" is a tag of HTML.
+BEGIN_NAMES = ("<bos>", "<s>", "<|begin_of_text|>")
 # In the order of their authority on what ends a document.
 FILES = (
     (TOKENIZER_CONFIG, "eos_token"),
@@ -59,45 +61,43 @@ def read_stop_tokens(
     return tuple(found)
 
 
-def read_begin(
-    tokenizer: Path, own: Sequence[int], token_id: Callable[[str], int | None]
-) -> tuple[int, ...]:
-    """Returns the ids that every text begins with, () for none.
+def read_names(
+    tokenizer: "Tokenizer",
+    path: Path,
+    own: Sequence[int],
+    name_of: Callable[[int], str | None],
+) -> tuple[tuple[int, ...], dict[str, str]]:
+    """Returns the ids that every text begins with, () for none, and tokens' names.
 
-    tokenizer, token_id: as of `read_stop_tokens`. own: that the tokenizer puts there
-      where no file says otherwise.
+    These by their use, as {"bos_token": "<s>"}.
+
+    path: of the tokenizer. own: ids that it puts before a text where no file says
+      otherwise.
 
     Raises:
       ValueError: the file is damaged, or names a token that the tokenizer lacks.
     """
-    path = tokenizer.with_name(TOKENIZER_CONFIG)
-    adds = _read(path).get("add_bos_token")
+    file = path.with_name(TOKENIZER_CONFIG)
+    config = _read(file)
+    adds = config.get("add_bos_token")
     if adds not in (None, True, False):
-        raise ValueError(f"{path} has add_bos_token {short(adds)}: say true or false")
-    name = read_names(tokenizer).get("bos_token")
-    if not adds or not name:
-        return () if adds is False else tuple(own)
-    token = token_id(name)
-    if token is None:
-        raise ValueError(
-            f"{path} has bos_token {short(name)}, which is no token of {tokenizer}: "
-            'name one of its tokens, or say "add_bos_token": false'
-        )
-    return (token,)
-
-
-def read_names(tokenizer: Path) -> dict[str, str | None]:
-    """Returns the names of tokens that tokenizer_config.json gives, by their use.
-
-    As {"bos_token": "<s>"}; None: the tokenizer has no token of this use.
-    """
-    config = _read(tokenizer.with_name(TOKENIZER_CONFIG))
-    found = {key: _name(config[key]) for key in config if key.endswith("_token")}
-    return {
-        key: name or None
-        for key, name in found.items()
-        if name is None or isinstance(name, str)
-    }
+        raise ValueError(f"{file} has add_bos_token {short(adds)}: say true or false")
+    said = {use: _name(config[use]) for use in config if use.endswith("_token")}
+    said = {use: name for use, name in said.items() if isinstance(name, str | None)}
+    begin = () if adds is False else tuple(own)
+    if adds and (name := said.get("bos_token")):
+        token = tokenizer.token_id(name)
+        if token is None:
+            raise ValueError(
+                f"{file} has bos_token {short(name)}, which is no token of {path}: "
+                'name one of its tokens, or say "add_bos_token": false'
+            )
+        begin = (token,)
+    begins = [*map(name_of, begin)]
+    begins += [name for name in BEGIN_NAMES if name in tokenizer.special]
+    known = {"bos_token": begins[0]} if begins else {}
+    known |= {"eos_token": name_of(tokenizer.end_of_document)} | said
+    return begin, {use: name for use, name in known.items() if name}
 
 
 def read_sampling(tokenizer: Path) -> dict[str, float]:
