@@ -35,9 +35,14 @@ import ml_collections
 import numpy as np
 
 from data.chat.chat_template import FORMATS, OWN, ChatTemplate, Message, open_template
-from data.text.text_stream import TextStream
 from data.text.token_file import TokenFile
-from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
+from data.text.tokenizer import (
+    ByteTokenizer,
+    TextStream,
+    Tokenizer,
+    begun,
+    open_tokenizer,
+)
 from data.text.tokenizer_files import SAMPLING, read_sampling
 from models.decode import Generator, Held
 from models.sampling import Sampling

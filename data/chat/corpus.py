@@ -16,9 +16,8 @@ import numpy as np
 from data.chat.chat_template import ChatTemplate
 from data.chat.conversation import Conversation, read_conversations
 from data.text.corpus import Document, Summary, write_corpus
-from data.text.markup import SPECIAL, names_special_tokens
 from data.text.row_files import InputFile
-from data.text.skipped import BadRow
+from data.text.skipped import SPECIAL, BadRow, names_special_tokens
 from data.text.token_file import TokenFileWriter
 
 TOO_LONG = {

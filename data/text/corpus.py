@@ -19,9 +19,15 @@ from tqdm import tqdm
 
 from data.text.holdout import Holdout
 from data.text.input_files import Inputs, files_in, list_inputs
-from data.text.markup import check_markup, find_markup
 from data.text.row_files import InputFile, TextDocument, read_documents
-from data.text.skipped import BadRow, Skipped, printable, stop_at
+from data.text.skipped import (
+    BadRow,
+    Skipped,
+    check_markup,
+    find_markup,
+    printable,
+    stop_at,
+)
 from data.text.token_file import SPLITS, TokenFile, TokenFileWriter
 from data.text.tokenizer import ByteTokenizer, Tokenizer, begun
 

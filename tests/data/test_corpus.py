@@ -11,8 +11,7 @@ import tokenizers
 
 from data.text.corpus import prepare, prepare_standard_library
 from data.text.holdout import Holdout
-from data.text.markup import SPECIAL, TAGS, check_markup, find_markup
-from data.text.skipped import BadRow, Skipped
+from data.text.skipped import SPECIAL, TAGS, BadRow, Skipped, check_markup, find_markup
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table

@@ -6,8 +6,13 @@ import sentencepiece
 import tokenizers
 from tokenizers import models
 
-from data.text.text_stream import TextStream
-from data.text.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
+from data.text.tokenizer import (
+    ByteTokenizer,
+    TextStream,
+    Tokenizer,
+    begun,
+    open_tokenizer,
+)
 from tests.cases import table
 from tests.small.chats import Family
 
