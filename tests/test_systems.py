@@ -13,22 +13,18 @@ from typing import Any
 from unittest import mock
 
 import jax
-import numpy as np
 import pytest
 
 import train
-from data.batch import Batch
-from kernels import layouts as layout
 from tasks.layout_advice import padding_line
 from tasks.text import TextRun
 from tests.cases import in_tiers, table
-from tests.small.corpora import assert_same_batch
 from tests.small.models import Run, assert_same, partition_of
 from tests.small.runs import small_config
 from tools.lib.compiled.hlo_text import arrays
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.step import Step
-from training.feed import host_blocks, place
+from training.feed import place
 from training.mesh import MeshShape
 
 MESHES = {
@@ -57,20 +53,11 @@ FIELDS = {
 }
 
 
-class System(Run):
-    """A system of the small model, on batches of a corpus."""
-
-    def batch(self, step: int = 0) -> Batch:
-        """The global batch of a step, placed."""
-        run = self.resolved
-        return place(run.batches("train")[step], run.sharding, run.shape)
-
-
 @pytest.fixture(scope="module")
 def systems(corpus):
     """A system by name; each is compiled once, when it is needed."""
     fields = FIELDS | {"data__corpus": str(corpus)}
-    return functools.cache(lambda name: System(MESHES[name], name, **fields))
+    return functools.cache(lambda name: Run(MESHES[name], name, **fields))
 
 
 @pytest.mark.thorough
@@ -80,26 +67,6 @@ def test_loss_and_gradients_are_vanillas(systems, name):
     true_loss, true_gradients = systems("vanilla").answer()
     assert loss == pytest.approx(true_loss, rel=1e-6)
     assert_same(gradients, true_gradients, 1e-6)
-
-
-def test_only_the_striped_batch_is_permuted(systems):
-    for run in (systems(name).resolved for name in MESHES):
-        blocks = host_blocks(run.sharding, run.shape)
-        assert len({*blocks}) == len(blocks)  # each is read once
-    for step in (0, 3):
-        batches = {
-            name: jax.tree.map(np.asarray, systems(name).batch(step)) for name in MESHES
-        }
-        truth = batches["vanilla"]
-        rows = np.arange(CONTEXT_TOKENS)
-        seen = truth.k_end[truth.k_start < truth.k_end] - 1
-        assert (seen == np.broadcast_to(rows, truth.k_end.shape).ravel()).all()
-        orders = dict.fromkeys(OTHERS, truth)
-        striped = [layout.permute(x, layout.Striped(), RING_SIZE) for x in truth]
-        orders["striped"] = Batch(*striped)
-        for name, true in orders.items():
-            assert_same_batch(batches[name], true)
-    assert (batches["striped"].tokens != truth.tokens).any()
 
 
 # Collectives of a compiled program: kind, and the shape of each result.
