@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,13 @@ class NewDirectory:
         # The locks of another host are not seen.
         mine = f".{path.name}.{socket.gethostname()}."
         for left in path.parent.glob(f"{glob.escape(mine)}*.partial"):
-            with contextlib.suppress(OSError):  # its process lives
-                lock = _lock(left)
+            with contextlib.suppress(OSError), _locked(left):  # else its process lives
                 shutil.rmtree(left, ignore_errors=True)
-                os.close(lock)
         self.partial = path.with_name(f"{mine}{uuid.uuid4().hex[:12]}.new")
         self.partial.mkdir()
         self._locked = contextlib.ExitStack()
         with contextlib.suppress(OSError):  # a file system without locks
-            self._locked.callback(os.close, _lock(self.partial))
+            self._locked.enter_context(_locked(self.partial))
             # Others find it under this name alone.
             self.partial = self.partial.rename(self.partial.with_suffix(".partial"))
 
@@ -66,15 +65,15 @@ class NewDirectory:
         self._locked.close()
 
 
-def _lock(directory: Path) -> int:
-    """Returns a descriptor that holds the directory's lock; raises OSError if held."""
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the directory's lock; raises OSError if it is held."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        yield
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 def refuse_existing(directory: Path) -> None:

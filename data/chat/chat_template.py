@@ -234,10 +234,9 @@ class ChatTemplate:
 
     def _end(self) -> str:
         """Finds the name of the token behind a reply."""
-        words = "REPLY"
-        messages = [{"role": "user", "content": "x"}]
-        messages += [{"role": "assistant", "content": words}]
-        after = self._render(messages, asks=False).rpartition(words)[2]
+        said = {"user": "x", "assistant": "REPLY"}
+        messages = [{"role": role, "content": words} for role, words in said.items()]
+        after = self._render(messages, asks=False).rpartition("REPLY")[2]
         found = self._names.match(after.lstrip())
         if found is None:
             raise ValueError(

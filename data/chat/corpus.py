@@ -94,13 +94,10 @@ class ChatEncoder:
     @cached_property
     def _drops_system(self) -> bool:
         """Whether the template writes the same with the system's words as without."""
-        talk = Conversation("", None, (("x", "y"),))
-        without, given = (
-            self._documents(replace(talk, system=system)) for system in (None, "SYSTEM")
-        )
-        if not without or not given:
-            return False  # each row is refused
-        return np.array_equal(without[-1].tokens, given[-1].tokens)
+        talks = (Conversation("", said, (("x", "y"),)) for said in (None, "SYSTEM"))
+        found = [d[-1].tokens for d in map(self._documents, talks) if d]
+        # Where one is refused, so is each row.
+        return len(found) == 2 and np.array_equal(*found)
 
     def _documents(self, conversation: Conversation) -> list[Document]:
         """Returns the documents of a conversation, [] where the template refuses it."""
@@ -111,8 +108,7 @@ class ChatEncoder:
 
     def _parts(self, conversation: Conversation) -> list[Document]:
         """Splits a conversation to documents, which may still be too long."""
-        exchanges = conversation.exchanges
-        first, parts = 0, []
+        exchanges, first, parts = conversation.exchanges, 0, []
 
         def documents(count: int) -> list[Document]:
             some = exchanges[first : first + count]
