@@ -57,10 +57,10 @@ def get_config() -> ml_collections.ConfigDict:
     # steps that is trained on, of the episodes of the highest returns.
     config.data.held_out_share = 0.05
     config.data.top_share = 1.0
-    # Order of a chain's episodes: "ascending" by return, randomly "drawn", or "learnt",
-    # in the order of a learner's history.
+    # Order of a chain's episodes: "ascending" by return, randomly "drawn", "learnt", in
+    # the order of a learner's history, or "ranked", as if by return were that order.
     config.data.chain_order = "ascending"
-    # For chain_order="learnt": every second chain starts at a random episode within
+    # For these two: every second chain starts at a random episode within
     # this fraction of the history; 0 disables.
     config.data.latest_begin = 0.0
     # Predicted: "actions", as they were taken; or "targets", the best actions instead.

@@ -136,6 +136,7 @@ RENAMED_CONFIGS = {
     "pod": "configs/models.py:SIZE/v4",
     "exorl_at_32": "configs/exorl_at.py:32",
     "exorl_at_128": "configs/exorl_at.py:128",
+    "icrl_cartpole": "configs/icrl_tasks.py:point_mass/goals/AGENT",
 }
 
 OF_AGENTS = "give one that starts from configs/agents.py, as configs/exorl_tiny.py does"

@@ -5,9 +5,9 @@
         --task stand --cache CACHE
 
 What is written, DATA/DOMAIN/scripted/, is not ExoRL: no exploration algorithm gathered
-it. Actions are noise, of a colour and a strength drawn for each episode. Rewards are
-those of the domain's first task; tools/pack_exorl.py computes the others'. The same
-seed makes the same files.
+it. Actions are noise, of a colour and a strength drawn for each episode; a point mass
+walks to places that are drawn too. Rewards are those of the domain's first task;
+tools/pack_exorl.py computes the others'. The same seed makes the same files.
 """
 
 import functools
@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.agents import environments
-from data.agents.environments import Environment
+from data.agents.environments import FARTHEST_GOAL, Environment
 from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
 from data.files import NewDirectory
 from tasks.command_line import Parser, as_program, at_least
@@ -36,6 +36,9 @@ EXPONENTS = 0.0, 1.0, 2.0
 """Of noise, whose power falls with frequency: white, pink, red."""
 SCALES = 0.3, 1.0
 """Standard deviations of noise."""
+NEAR, ROAMING, NOISE = 0.1, 0.03, 0.3
+"""Metres from its aim at which a point mass slows down; the most chance of
+another aim; share of noise."""
 MOST_STEPS = 1000
 """No episode of ExoRL is longer."""
 
@@ -111,8 +114,14 @@ def _record(recipe: Recipe, folder: Path, number: int) -> float:
     noise = draw_noise(rng, rng.choice(EXPONENTS), rng.choice(SCALES), size)
     first = environment.reset(int(rng.integers(2**31)))
     rows = [(first, np.zeros(size, np.float32), 0.0, environment.physics())]
+    walks, aim = recipe.domain == "point_mass", None
+    roaming = ROAMING * rng.random()
     for step, wanted in enumerate(noise):
         if step % recipe.action_repeat == 0:
+            if walks:
+                if aim is None or rng.random() < roaming:
+                    aim = rng.uniform(-FARTHEST_GOAL, FARTHEST_GOAL, size)
+                wanted = (aim - rows[-1][0][:size]) / NEAR + NOISE * wanted
             # The number that is stored is the one that acts.
             action = np.clip(wanted, -1, 1).astype(np.float32)
         result = environment.step(action)

@@ -1,11 +1,15 @@
-"""Packs episodes of ExoRL for training: checked, with the rewards of a task.
+"""Packs episodes of ExoRL for training: checked, with the rewards of some tasks.
 
     python -m tools.pack_exorl --root DATASETS --domain walker --algorithm rnd \\
-        --task run --cache CACHE
+        --task stand walk run --cache CACHE
+    python -m tools.pack_exorl --root DATASETS --domain point_mass \\
+        --algorithm scripted --task goals --worlds 100 --cache CACHE
 
-reads DATASETS/walker/rnd/buffer/*.npz, as ExoRL's archives lie when they are unzipped
-(https://dl.fbaipublicfiles.com/exorl/DOMAIN/ALGORITHM.zip), and writes
-CACHE/walker/rnd/run/.
+The first reads DATASETS/walker/rnd/buffer/*.npz, as ExoRL's archives lie when they are
+unzipped (https://dl.fbaipublicfiles.com/exorl/DOMAIN/ALGORITHM.zip), and writes
+CACHE/walker/rnd/stand/ and the others. The second writes one file of 100 worlds: the
+same steps, with the rewards of 100 tasks that differ in a target. Families of tasks are
+goals of a point_mass, and speeds of a cheetah.
 """
 
 import argparse
@@ -25,7 +29,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--root", required=True, type=Path, help="directory of data sets")
     add("--domain", required=True, choices=list(DOMAINS))
     add("--algorithm", required=True, help="rnd, proto, …, or scripted")
-    add("--task", required=True, help="whose rewards are computed: run, swingup, …")
+    tasks = "whose rewards are computed: run, swingup, goals, …"
+    add("--task", required=True, nargs="+", help=tasks)
     add("--cache", required=True, type=Path, help="directory of packed trajectories")
     rewards = "rewards as the environment gives them, or as ExoRL's own code computes "
     rewards += f"them, without the action {default}"
@@ -36,6 +41,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-transitions", default=exorl.MAX_TRANSITIONS, type=at_least(1), help=most)
     held = f"steps that actions were held for, which become one {default}"
     add("--action-repeat", default=1, type=at_least(1), help=held)
+    worlds = f"tasks to draw of a family {default}"
+    add("--worlds", default=100, type=at_least(2), help=worlds)
+    add("--seed", default=0, type=at_least(0), help=f"of what is drawn {default}")
     return parser.parse_args(arguments)
 
 
@@ -46,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [field.name for field in fields(exorl.Selection)]
     selection = exorl.Selection(**{name: getattr(chosen, name) for name in names})
     buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
-    packed = exorl.pack(buffer, chosen.task, chosen.cache, selection)
-    print(exorl.describe(packed))
+    for packed in exorl.pack(buffer, chosen.task, chosen.cache, selection):
+        print(exorl.describe(packed))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 
 from data.agents.trajectory_file import TrajectoryFile
 
-ORDERS = ("ascending", "drawn", "learnt")
+ORDERS = ("ascending", "drawn", "learnt", "ranked")
 PREDICTED = ("actions", "targets")
 PLACES = ("timesteps", "ranks", "positions")
 """Fields of a batch that are whole numbers."""
@@ -97,7 +97,8 @@ class Chains:
     seed: with k, of what is drawn.
     order: "ascending" by return, ties by the episode's number; as they were "drawn",
       for a model that must not learn that later is better; or as they were "learnt":
-      one of each n-th of the world's episodes, in their order.
+      one of each n-th of the world's episodes, in their order; or "ranked", the same of
+      the world's episodes by return, as if they had been learnt.
     latest_begin: of what is learnt, up to which share of the episodes that a chain can
       do without every second chain begins later than at the first: 0 to 1. So an
       agent that has acted for longer than a context knows how it goes on.
@@ -138,9 +139,13 @@ class Chains:
 
     @cached_property
     def _of_worlds(self) -> list[np.ndarray]:
-        """The episodes of each world, increasing."""
-        worlds = self.trajectories.worlds[self.episodes]
-        return [self.episodes[worlds == world] for world in np.unique(worlds)]
+        """The episodes of each world, increasing, or by return if they are ranked."""
+        episodes = self.episodes
+        if self.order == "ranked":
+            returns = self.trajectories.returns[episodes]
+            episodes = episodes[np.argsort(returns, kind="stable")]
+        worlds = self.trajectories.worlds[episodes]
+        return [episodes[worlds == world] for world in np.unique(worlds)]
 
     @cached_property
     def length(self) -> int:
@@ -156,7 +161,7 @@ class Chains:
         """Returns a chain's episodes, int64 (n,), in the order of the chain."""
         rng, worlds = np.random.default_rng([self.seed, row]), self._of_worlds
         of_world = worlds[rng.integers(len(worlds)) if len(worlds) > 1 else 0]
-        if self.order == "learnt":
+        if self.order in ("learnt", "ranked"):
             spare, latest = len(of_world) - self.chain_length, self.latest_begin
             begin = spare * max(0, rng.uniform(-latest, latest)) if latest else 0
             edges = np.linspace(begin, len(of_world), self.chain_length + 1).astype(int)

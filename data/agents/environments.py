@@ -9,7 +9,7 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ INSTALL = "install what requirements-rl.txt pins (make venv ACCELERATOR=rl)"
 SUITE_TASKS = {
     "cartpole": ("swingup", "swingup_sparse", "balance", "balance_sparse"),
     "cheetah": ("run",),
+    "point_mass": ("easy",),
     "walker": ("stand", "walk", "run"),
 }
 # Where the arm has to reach, in metres; in no observation.
@@ -35,6 +36,43 @@ JACO_SECONDS = 10.0
 UNSEEN_IN_PHYSICS = "joints_torque"
 
 
+GOAL_RADIUS, GOAL_MARGIN, FARTHEST_GOAL = 0.03, 0.15, 0.25
+"""Metres, of a point mass between walls 0.3 from the middle."""
+SPEED_MARGIN, FASTEST = 0.5, 1.0
+"""Metres a second, of a cheetah that noise moves."""
+
+
+def _goal_rewards(physics: Any, goals: np.ndarray) -> np.ndarray:
+    place = physics.named.data.geom_xpos["pointmass", :2]
+    far = np.linalg.norm(goals - place, axis=-1) - GOAL_RADIUS
+    return np.clip(1 - far / GOAL_MARGIN, 0, 1)
+
+
+def _speed_rewards(physics: Any, speeds: np.ndarray) -> np.ndarray:
+    off = np.abs(speeds[:, 0] - physics.speed())
+    return np.clip(1 - off / SPEED_MARGIN, 0, 1)
+
+
+class Family(NamedTuple):
+    """Tasks that differ in a target, which no observation shows.
+
+    base: task of the suite that all else is of. largest: float (k,), targets are drawn
+      evenly between these and their negatives.
+    rewards: from the simulator and targets (W, k) to their rewards (W,).
+    """
+
+    base: str
+    largest: tuple[float, ...]
+    rewards: Callable[[Any, np.ndarray], np.ndarray]
+
+
+FAMILIES = {
+    ("cheetah", "speeds"): Family("run", (FASTEST,), _speed_rewards),
+    ("point_mass", "goals"): Family("easy", (FARTHEST_GOAL,) * 2, _goal_rewards),
+}
+"""Rewards fall from 1 to 0 with the distance from a goal, or from a speed forward."""
+
+
 class Step(NamedTuple):
     """Result of a step: observation (size,), and whether its episode's time is over."""
 
@@ -46,7 +84,8 @@ class Step(NamedTuple):
 def tasks(domain: str) -> tuple[str, ...]:
     """Lists a domain's tasks that have environments; ValueError if it is unknown."""
     check_domain(domain)
-    return tuple(JACO_TARGETS) if domain == "jaco" else SUITE_TASKS.get(domain, ())
+    alone = tuple(JACO_TARGETS) if domain == "jaco" else SUITE_TASKS.get(domain, ())
+    return *alone, *(task for of, task in FAMILIES if of == domain)
 
 
 def check_task(domain: str, task: str) -> None:
@@ -69,15 +108,21 @@ def versions() -> dict[str, str]:
 class Environment:
     """One task, with actions in [-1, 1] and flat float32 observations.
 
+    targets: float (W, k), of a task of FAMILIES, and of no other. Steps have the
+      rewards of the first.
+
     Raises:
-      ValueError: the task is unknown.
+      ValueError: the task is unknown, or targets are missing or too many.
       ImportError: dm_control is missing, or does not go with the mujoco there is.
     """
 
-    def __init__(self, domain: str, task: str):
+    def __init__(self, domain: str, task: str, targets: np.ndarray | None = None):
         check_task(domain, task)
+        self._family = family = FAMILIES.get((domain, task))
+        if (family is None) != (targets is None):
+            raise ValueError(f"{task=} of {domain}: {targets=} must be of a family")
         check_simulator()
-        self.domain, self.task = domain, task
+        self.domain, self.task, self.targets = domain, task, targets
         # Without a renderer: none is needed, and those that it would try may be broken.
         os.environ.setdefault("MUJOCO_GL", "disabled")
         with _quiet_models():
@@ -85,8 +130,10 @@ class Environment:
                 self._environment = _load_jaco(JACO_TARGETS[task])
                 self._random = self._environment.random_state
             else:
-                self._environment = _load_suite(domain, task)
+                self._environment = _load_suite(domain, family.base if family else task)
                 self._random = self._environment.task.random
+        if family:
+            self._environment.task.get_reward = lambda physics: self.rewards()[0]
         spec = self._environment.action_spec()
         self._lowest, self._highest = spec.minimum, spec.maximum
         seen = {
@@ -133,12 +180,18 @@ class Environment:
             raise ValueError(f"the simulator refuses the state ({error})") from error
 
     def set_control(self, action: np.ndarray) -> None:
-        """Sets the control that `reward` takes for the last action, in [-1, 1]."""
+        """Sets the control that `rewards` take for the last action, in [-1, 1]."""
         self._environment.physics.set_control(self._control(action))
 
-    def reward(self) -> float:
-        """Returns the task's reward for physics and control as they are set."""
-        return float(self._environment.task.get_reward(self._environment.physics))
+    def rewards(self) -> np.ndarray:
+        """Returns the task's reward, or each target's, for physics and control as set.
+
+        float64 (W,), of a task alone (1,).
+        """
+        physics = self._environment.physics
+        if self._family:
+            return self._family.rewards(physics, self.targets)
+        return np.array([self._environment.task.get_reward(physics)], np.float64)
 
     def observation(self) -> np.ndarray:
         """Returns the observation of physics as set, float32 (observation size,).

@@ -57,6 +57,7 @@ DOMAINS = {
     "cartpole": Widths(5, 1, 4),
     "cheetah": Widths(17, 6, 18),
     "jaco": Widths(42, 9, 18),
+    "point_mass": Widths(4, 2, 4),
     "point_mass_maze": Widths(4, 2, 4, reward=4),
     "quadruped": Widths(78, 12, 57),
     "walker": Widths(24, 6, 18),

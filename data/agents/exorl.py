@@ -1,7 +1,8 @@
 """ExoRL: public episodes checked, their rewards computed for a task, and packed."""
 
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.agents import environments
-from data.agents.environments import Environment
+from data.agents.environments import FAMILIES, Environment, versions
 from data.agents.episodes import BadEpisode, Buffer, Episode, read_episode, steps_of
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.files import describe_file, refuse_existing
@@ -41,58 +41,98 @@ class Selection:
       they have no more steps than this, and one at least.
     action_repeat: steps of the environment that are packed as one, whose reward is
       their sum; their actions must be equal.
+    worlds, seed: how many targets of a family of tasks are drawn, and by which seed.
     """
 
     relabelling: str = "exact"
     on_bad: str = "error"
     max_transitions: int = MAX_TRANSITIONS
     action_repeat: int = 1
+    worlds: int = 100
+    seed: int = 0
 
 
 def pack(
-    buffer: Buffer, task: str, cache: Path, selection: Selection | None = None
-) -> TrajectoryFile:
-    """Packs a buffer's episodes for a task: `cache`/domain/algorithm/task.
+    buffer: Buffer,
+    tasks: Sequence[str],
+    cache: Path,
+    selection: Selection | None = None,
+) -> list[TrajectoryFile]:
+    """Packs a buffer's episodes for each of some tasks: `cache`/domain/algorithm/task.
 
-    One file is read at a time. Where an episode is bad, nothing is left behind.
+    Of a family of tasks, each with its target is a world: all have the same steps, and
+    rewards of their own. One file is read at a time, once for all tasks. Where an
+    episode is bad, nothing is left behind.
 
     Args:
       buffer: where the episodes lie.
-      task: whose rewards are computed (see `environments.tasks`).
+      tasks: whose rewards are computed (see `environments.tasks`).
       cache: where packed trajectories are kept.
       selection: which episodes are taken; `Selection()` unless it is given.
 
     Raises:
       BadEpisode: a file is not an episode of the domain, or of another model of it.
-      ValueError: the task is unknown, or more than 1 % of the files are bad.
+      ValueError: a task is unknown, or more than 1 % of the files are bad.
       FileNotFoundError: there are no episodes.
-      FileExistsError: something has that name already; it is not touched.
+      FileExistsError: something has one of these names already; it is not touched.
       ImportError: dm_control is missing.
     """
     selection = selection or Selection()
-    directory = Path(cache) / buffer.domain / buffer.algorithm / task
-    refuse_existing(directory)
-    environment = Environment(buffer.domain, task)
+    folder = Path(cache) / buffer.domain / buffer.algorithm
+    for task in tasks:
+        refuse_existing(folder / task)
+    environments = [_environment(buffer.domain, task, selection) for task in tasks]
     files = _Files(buffer, selection)
+    with contextlib.ExitStack() as stack:
+        bar = tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None)
+        stack.enter_context(bar)
+        writers = [
+            stack.enter_context(
+                TrajectoryWriter(folder / task, _about(buffer, environment, selection))
+            )
+            for task, environment in zip(tasks, environments, strict=True)
+        ]
+        for episode, rewards in files.read(environments):
+            for writer, of_task in zip(writers, rewards, strict=True):
+                writer.write(*_joined(episode, of_task, selection.action_repeat))
+                stored = np.abs(of_task - episode.reward[1:, 0]).max()
+                difference = "largest_difference_from_stored"
+                writer.about[difference] = max(writer.about[difference], float(stored))
+            bar.update(episode.steps)
+        for writer in writers:
+            writer.about |= {"sources": files.good, "bad_files": files.bad}
+    return [TrajectoryFile.open(folder / task) for task in tasks]
+
+
+def _environment(domain: str, task: str, selection: Selection) -> Environment:
+    """Returns the environment of a task, or of the drawn targets of a family."""
+    family = FAMILIES.get((domain, task))
+    if family is None:
+        return Environment(domain, task)
+    rng, largest = np.random.default_rng(selection.seed), np.array(family.largest)
+    # The first targets are the same for any number of them.
+    drawn = rng.uniform(-largest, largest, (selection.worlds, len(largest)))
+    return Environment(domain, task, drawn)
+
+
+def _about(
+    buffer: Buffer, environment: Environment, selection: Selection
+) -> dict[str, Any]:
+    """Returns what an index says of the origin of its trajectories."""
     about = {
         "domain": buffer.domain,
         "algorithm": buffer.algorithm,
-        "task": task,
+        "task": environment.task,
         "relabelling": selection.relabelling,
         "action_repeat": selection.action_repeat,
         "generator": _generator(buffer),
-        "versions": {"numpy": np.__version__} | environments.versions(),
+        "versions": {"numpy": np.__version__} | versions(),
+        "largest_difference_from_stored": 0.0,
     }
-    with (
-        tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None) as bar,
-        TrajectoryWriter(directory, about) as writer,
-    ):
-        for episode, rewards in files.read(environment):
-            writer.write(*_joined(episode, rewards, selection.action_repeat))
-            bar.update(episode.steps)
-        writer.about["largest_difference_from_stored"] = files.largest
-        writer.about["sources"], writer.about["bad_files"] = files.good, files.bad
-    return TrajectoryFile.open(directory)
+    if environment.targets is not None:
+        targets = environment.targets.tolist()
+        about["worlds_described"] = [{"target": target} for target in targets]
+    return about
 
 
 def describe(trajectories: TrajectoryFile) -> str:
@@ -129,18 +169,18 @@ class _Files:
     """A buffer's files, of which those within the selection's limits are read.
 
     good: name, size, digest and steps of each episode. bad: name and reason.
-    largest: difference of a reward from the stored one.
     """
 
     def __init__(self, buffer: Buffer, selection: Selection):
         self._buffer, self._selection = buffer, selection
         self._paths = buffer.scan()
-        self.largest = 0.0
         self.good: list[dict[str, Any]] = []
         self.bad: list[dict[str, str]] = []
 
-    def read(self, environment: Environment) -> Iterator[tuple[Episode, np.ndarray]]:
-        """Yields the good episodes, each with its rewards, float (T,)."""
+    def read(
+        self, environments: Sequence[Environment]
+    ) -> Iterator[tuple[Episode, list[np.ndarray]]]:
+        """Yields the good episodes, with rewards in each environment, float (W, T)."""
         taken = 0
         for path in self._paths:
             try:
@@ -150,7 +190,10 @@ class _Files:
                     break
                 episode = read_episode(path, self._buffer.domain)
                 _check_repeats(episode, self._selection.action_repeat)
-                rewards = _rewards(episode, environment, self._selection)
+                rewards = [
+                    _rewards(episode, environment, self._selection)
+                    for environment in environments
+                ]
             except BadEpisode as error:
                 if self._selection.on_bad == "error":
                     raise
@@ -160,8 +203,6 @@ class _Files:
                 continue
             taken += steps
             self.good.append({"file": path.name, **describe_file(path), "steps": steps})
-            difference = np.abs(rewards - episode.reward[1:, 0]).max()
-            self.largest = max(self.largest, float(difference))
             yield episode, rewards
         self._check_share(len(self.good) + len(self.bad))
 
@@ -192,7 +233,7 @@ def _joined(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns observations, actions and rewards, one for each action that is held."""
     first = np.arange(0, episode.steps, action_repeat)
-    rewards = np.add.reduceat(rewards, first)
+    rewards = np.add.reduceat(rewards, first, axis=1)  # (W, steps)
     return episode.observation[first], episode.action[1:][first], rewards
 
 
@@ -219,7 +260,7 @@ def _rewards(
 def computed_rewards(
     environment: Environment, episode: Episode, with_action: bool = True
 ) -> np.ndarray:
-    """Rewards as the environment gave, or would have given them: float64 (T,).
+    """Rewards as the environment gave, or would have given them: float64 (W, T).
 
     with_action: False for ExoRL's own code, which leaves the action out. Rewards that
       depend on it, as a cart-pole's, are up to a quarter higher there.
@@ -233,8 +274,8 @@ def computed_rewards(
         environment.set_physics(state)
         if with_action:
             environment.set_control(action)
-        rewards.append(environment.reward())
-    return np.array(rewards)
+        rewards.append(environment.rewards())
+    return np.stack(rewards, axis=1)
 
 
 def observation_error(environment: Environment, episode: Episode) -> float:

@@ -4,6 +4,8 @@ A directory:
 
     index.json   format version, what was packed and how, and figures of every episode
     steps.npy    float32: observation, action, what to do and reward of every step
+    rewards.npy  float32, where the same steps are of many worlds: of every episode the
+                 rewards in each world, instead of those in steps.npy
 
 Step t of an episode is the observation, the action taken there, and its reward; where
 they are known, between these the action that should have been taken. Episodes may be of
@@ -11,8 +13,12 @@ different worlds, which have their own dynamics or rewards, and are numbered.
 Episodes follow each other; where all have T steps, `steps.npy` is (episodes, T,
 columns), and (steps, columns) otherwise. index.json has its size and SHA-256. Opening a
 file of any size reads no steps.
+
+The same steps of many worlds are read as if they were written for each: the episodes of
+the first world, those of the second, and so on.
 """
 
+import functools
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +30,7 @@ import numpy as np
 from data.json_text import is_number
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
 
-STEPS = "steps.npy"
+STEPS, REWARDS = "steps.npy", "rewards.npy"
 FORMAT = PackedFormat(
     "trajectory file",
     "index.json",
@@ -42,7 +48,9 @@ class TrajectoryFile:
     """Packed episodes.
 
     steps: float32 (steps of all episodes, columns), on disk: observation, action,
-      target if `has_targets`, reward.
+      target if `has_targets`, reward if `rewards` is None.
+    rewards: float32 (steps x worlds,), on disk, episode by episode and in it world by
+      world, where the same steps are of many.
     offsets: int64 (episodes + 1,), where each episode starts, and where the last ends.
     returns: float64 (episodes,), sums of rewards.
     worlds: int64 (episodes,), the world of each episode; 0 where there is one.
@@ -52,6 +60,7 @@ class TrajectoryFile:
 
     directory: Path
     steps: StoredArray
+    rewards: StoredArray | None
     offsets: np.ndarray
     returns: np.ndarray
     worlds: np.ndarray
@@ -75,25 +84,35 @@ class TrajectoryFile:
             whole_number("action_repeat", index.get("action_repeat", 1), least=1)
             for steps in index["lengths"]:
                 whole_number("a length", steps, least=1)
-            lengths = np.array(index["lengths"], np.int64)
+            recorded = np.array(index["lengths"], np.int64)
             returns = _numbers(index, "returns", np.float64)
-            worlds = index.get("worlds", [0] * len(lengths))
+            shared = whole_number("shared_by", index.get("shared_by", 1), least=1)
+            worlds = index.get("worlds", [0] * len(recorded))
+            if shared > 1:
+                worlds = (np.arange(len(returns)) // len(recorded)).tolist()
             for world in worlds:
                 whole_number("a world", world)
             worlds = np.array(worlds, np.int64)
             mean = _numbers(index, "observation_mean", np.float32)
             std = _numbers(index, "observation_std", np.float32)
             targets = index["action_size"] * truth(index, "has_targets")
-            columns = index["observation_size"] + index["action_size"] + targets + 1
-            episodes = {len(lengths), len(returns), len(worlds)}
-            fitting = len(episodes) == 1 and lengths.size and std.min() >= 0
+            columns = index["observation_size"] + index["action_size"] + targets
+            columns += shared == 1
+            counts = {shared * len(recorded), len(returns), len(worlds)}
+            fitting = len(counts) == 1 and recorded.size and std.min() >= 0
             if not fitting or not len(mean) == len(std) == index["observation_size"]:
                 raise ValueError("it contradicts itself")
-            header = _header(lengths, columns)
-        rows = int(lengths.sum()), columns
-        steps = FORMAT.open_array(directory / STEPS, np.float32, rows, header)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        return cls(directory, steps, offsets, returns, worlds, mean, std, index)
+            headers = [_header(recorded, 1, columns), _header(recorded, shared)]
+        rows, rewards = int(recorded.sum()), None
+        opened = functools.partial(FORMAT.open_array, dtype=np.float32)
+        shape = rows, columns
+        steps = opened(directory / STEPS, shape=shape, header=headers[0])
+        if shared > 1:
+            shape = (shared * rows,)
+            rewards = opened(directory / REWARDS, shape=shape, header=headers[1])
+        offsets = np.concatenate([[0], np.cumsum(np.tile(recorded, shared))])
+        arrays = offsets, returns, worlds, mean, std
+        return cls(directory, steps, rewards, *arrays, index)
 
     def read(self, places: np.ndarray) -> np.ndarray:
         """Reads the steps at these places, int of any shape: float32 (..., columns).
@@ -102,7 +121,7 @@ class TrajectoryFile:
           ValueError: a number is not finite.
           OSError: they cannot be read.
         """
-        found = self.steps.take(places)
+        found = self._take(places)
         finite = np.isfinite(found).all(axis=-1)
         if not finite.all():
             raise ValueError(
@@ -112,6 +131,19 @@ class TrajectoryFile:
                 f"): it was damaged; copy it again or {FORMAT.remedy}"
             )
         return found
+
+    def _take(self, places: np.ndarray) -> np.ndarray:
+        """Reads the columns of steps, and the rewards in their worlds."""
+        if self.rewards is None:
+            return self.steps.take(places)
+        count = self.rewards.size // self.steps.shape[0]
+        worlds, rows = np.divmod(places, self.steps.shape[0])
+        offsets = self.offsets[: (len(self.offsets) - 1) // count + 1]
+        episodes = np.searchsorted(offsets, rows, "right") - 1
+        begins, ends = offsets[episodes], offsets[episodes + 1]
+        there = count * begins + worlds * (ends - begins) + rows - begins
+        rewards = self.rewards.take(there)[..., None]
+        return np.concatenate([self.steps.take(rows), rewards], axis=-1)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -181,9 +213,10 @@ class TrajectoryWriter(PackedWriter):
         super().__init__(directory)
         self.about = about
         self.lengths: list[int] = []
-        self.returns: list[float] = []
+        self.returns: list[list[float]] = []
         self.worlds: list[int] = []
         self._sizes: tuple[int, ...] = ()
+        self._shared_by = 1
         # Observations less the first one, whose squares keep their digits.
         self._first = np.zeros(0)
         self._sums: Any = 0.0
@@ -206,6 +239,8 @@ class TrajectoryWriter(PackedWriter):
     ) -> None:
         """Appends an episode of T steps: (T, observation), (T, action) and (T,).
 
+        reward: or (W, T), in each of W worlds that have the same steps, W the same for
+          all episodes.
         target: what should have been done, in the form of the actions; for all episodes
           or none. world: number of the world that the episode is of, from 0.
 
@@ -214,11 +249,12 @@ class TrajectoryWriter(PackedWriter):
             before; there are no steps; or a number is not finite.
         """
         parts = observation, action, *([] if target is None else [target])
-        shapes = *(part.shape for part in parts), reward.shape
+        rewards = np.atleast_2d(reward)
+        shapes = *(part.shape for part in parts), rewards.shape[1:]
         if (
             [len(shape) for shape in shapes] != [2] * len(parts) + [1]
             or len({shape[0] for shape in shapes}) > 1
-            or 0 in (*shapes[0], *shapes[1])
+            or 0 in (*shapes[0], *shapes[1], len(rewards))
             or len({shape[1] for shape in shapes[1:-1]}) > 1
         ):
             aim = "" if target is None else f", {target.shape=}"
@@ -231,13 +267,14 @@ class TrajectoryWriter(PackedWriter):
             raise ValueError(
                 f"{world=} of episode {len(self.lengths)} must be 0 or more"
             )
-        sizes = tuple(part.shape[1] for part in parts)
-        if self.lengths and sizes != self._sizes:
+        sizes, count = tuple(part.shape[1] for part in parts), len(rewards)
+        if self.lengths and (sizes, count) != (self._sizes, self._shared_by):
             raise ValueError(
                 f"episode {len(self.lengths)} has observations and actions of {sizes}, "
-                f"those before of {self._sizes}: pack one domain at a time"
+                f"and rewards of {count} worlds, those before of {self._sizes} and "
+                f"{self._shared_by}: pack one domain at a time"
             )
-        rows = np.column_stack([*parts, reward]).astype("<f4")
+        rows = np.column_stack([*parts, *rewards]).astype("<f4")
         if not np.isfinite(rows).all():
             raise ValueError(
                 f"episode {len(self.lengths)} has numbers that are not finite in "
@@ -246,9 +283,16 @@ class TrajectoryWriter(PackedWriter):
         observations = rows[:, : sizes[0]].astype(np.float64)
         if not self.lengths:
             self._sizes, self._first = sizes, observations[0]
-        self._file.write(rows.tobytes())
+            self._shared_by = count
+        if count > 1:
+            if not self.lengths:
+                self._rewards = self._open(REWARDS)
+                self._rewards.write(bytes(HEADER_BYTES))
+            self._rewards.write(rows[:, -count:].T.tobytes())
+        steps = rows[:, :-count] if count > 1 else rows
+        self._file.write(steps.tobytes())
         self.lengths.append(len(rows))
-        self.returns.append(float(rows[:, -1].sum(dtype=np.float64)))
+        self.returns.append(rows[:, -count:].sum(axis=0, dtype=np.float64).tolist())
         self.worlds.append(int(world))
         self._sums += (observations - self._first).sum(axis=0)
         self._squares += ((observations - self._first) ** 2).sum(axis=0)
@@ -256,9 +300,14 @@ class TrajectoryWriter(PackedWriter):
     def _finish(self) -> dict[str, Any]:
         if not self.lengths:
             raise ValueError(f"no episodes were written to {self.directory}")
-        lengths = np.array(self.lengths)
-        with (self._new.partial / STEPS).open("r+b") as file:
-            file.write(_header(lengths, sum(self._sizes) + 1))
+        lengths, shared = np.array(self.lengths), self._shared_by
+        columns = sum(self._sizes) + (shared == 1)
+        headers = {STEPS: _header(lengths, 1, columns)}
+        if shared > 1:
+            headers[REWARDS] = _header(lengths, shared)
+        for name, header in headers.items():
+            with (self._new.partial / name).open("r+b") as file:
+                file.write(header)
         mean = self._sums / lengths.sum()
         variance = self._squares / lengths.sum() - mean**2
         return {
@@ -269,16 +318,23 @@ class TrajectoryWriter(PackedWriter):
             "observation_mean": (self._first + mean).tolist(),
             "observation_std": np.sqrt(variance.clip(0)).tolist(),
             "lengths": self.lengths,
-            "returns": self.returns,
-            "worlds": self.worlds,
+            "returns": np.array(self.returns).T.ravel().tolist(),
+            **({"shared_by": shared} if shared > 1 else {"worlds": self.worlds}),
         }
 
 
-def _header(lengths: np.ndarray, columns: int) -> bytes:
-    """Returns what NumPy writes before the steps of episodes of these lengths."""
-    uniform = (lengths == lengths[0]).all()
-    rows = (len(lengths), int(lengths[0])) if uniform else (int(lengths.sum()),)
-    form = {"descr": "<f4", "fortran_order": False, "shape": (*rows, columns)}
+def _header(lengths: np.ndarray, worlds: int, columns: int | None = None) -> bytes:
+    """Returns what NumPy writes before numbers of the steps of such episodes.
+
+    worlds: that each step has numbers of. columns: of a step; None: one number.
+    """
+    shape = [int(worlds * lengths.sum())]
+    if (lengths == lengths[0]).all():
+        shape = [len(lengths), int(lengths[0])]
+        if columns is None:
+            shape.insert(1, worlds)
+    shape += [] if columns is None else [columns]
+    form = {"descr": "<f4", "fortran_order": False, "shape": tuple(shape)}
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, form)
     if header.tell() != HEADER_BYTES:

@@ -8,21 +8,23 @@ import sys
 import numpy as np
 import pytest
 
-from data.agents.environments import Environment, check_simulator, tasks
+from data.agents.environments import FAMILIES, Environment, check_simulator, tasks
 from data.agents.episodes import DOMAINS
 from data.agents.exorl import computed_rewards, observation_error
 from tests.small.episodes import rolled_out
 
 TASKS = [
     (domain, task)
-    for domain in ("cartpole", "cheetah", "jaco", "walker")
+    for domain in ("cartpole", "cheetah", "jaco", "point_mass", "walker")
     for task in tasks(domain)
 ]
 
 
 @pytest.mark.parametrize(("domain", "task"), TASKS)
 def test_rewards_and_observations_are_those_of_the_environment(tmp_path, domain, task):
-    environment, path = Environment(domain, task), tmp_path / "episode_0_20.npz"
+    family, path = FAMILIES.get((domain, task)), tmp_path / "episode_0_20.npz"
+    targets = family and np.array([family.largest, np.zeros(len(family.largest))])
+    environment = Environment(domain, task, targets)
     episode = rolled_out(path, environment, 20)
     given = episode.reward[1:, 0].astype(np.float64)
     # A seed makes an episode, whatever came before.
@@ -30,9 +32,9 @@ def test_rewards_and_observations_are_those_of_the_environment(tmp_path, domain,
     np.testing.assert_array_equal(again.observation, episode.observation)
     assert (other.observation[0] != episode.observation[0]).any()
     environment.reset(5)
-    exact = computed_rewards(environment, episode)
-    assert np.abs(exact - given).max() < 1e-6
-    published = computed_rewards(environment, episode, with_action=False)
+    exact, *others = computed_rewards(environment, episode)
+    assert np.abs(exact - given).max() < 1e-6 and len(others) == (family is not None)
+    published, *_ = computed_rewards(environment, episode, with_action=False)
     if task == "balance":
         # dm_control: reward falls with the square of the control, by a fifth at 1.
         control = episode.action[1:, 0].astype(np.float64)
@@ -63,6 +65,23 @@ def test_tasks_without_an_environment_are_refused():
     with pytest.raises(ValueError, match="task='fly' of walker .* stand, walk, run"):
         Environment("walker", "fly")
     assert tasks("point_mass_maze") == ()
+    for task, targets in ("goals", None), ("easy", np.zeros((1, 2))):
+        with pytest.raises(ValueError, match=f"{task}.* of point_mass: .* of a family"):
+            Environment("point_mass", task, targets)
+
+
+def test_rewards_of_a_family_fall_with_the_distance_from_its_target():
+    goals = np.array([[0.1, 0.0], [0.1, 0.105], [-0.2, 0.2]])
+    environment = Environment("point_mass", "goals", goals)
+    environment.set_physics(np.array([0.1, 0, 0, 0]))
+    # Within 0.03 of the first; beyond that half of 0.15 from the second.
+    np.testing.assert_allclose(environment.rewards(), [1, 0.5, 0], atol=1e-6)
+    speeds = np.array([[0.5], [-0.5], [0.25]])
+    environment = Environment("cheetah", "speeds", speeds)
+    moving = np.zeros(18)
+    moving[9] = 0.5  # of the torso along x, in metres a second
+    environment.set_physics(moving)
+    np.testing.assert_allclose(environment.rewards(), [1, 0, 0.5], atol=1e-6)
 
 
 def test_a_simulator_that_is_missing_or_of_another_version_is_refused(monkeypatch):

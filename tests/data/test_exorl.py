@@ -5,12 +5,13 @@ import logging
 import numpy as np
 import pytest
 
+from data.agents import exorl
 from data.agents.environments import Environment
 from data.agents.episodes import BadEpisode, Buffer, read_episode, write_episode
 from data.agents.exorl import Selection, describe, pack
 from data.agents.trajectory_file import TrajectoryFile
 from tests.cases import table
-from tests.small.episodes import rolled_out_buffer
+from tests.small.episodes import rolled_out, rolled_out_buffer
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +25,18 @@ def real(tmp_path, cartpole):
     return rolled_out_buffer(tmp_path / "data", cartpole, [20] * 3)
 
 
+def packed(buffer, task, *options):
+    (file,) = pack(buffer, [task], *options)
+    return file
+
+
 def damage(path):
     path.write_bytes(path.read_bytes()[:-50])
 
 
 def test_packed_steps_are_aligned_and_kept(tmp_path, cartpole):
     buffer = rolled_out_buffer(tmp_path / "data", cartpole, [6, 4])
-    file = pack(buffer, "balance", tmp_path / "cache")
+    file = packed(buffer, "balance", tmp_path / "cache")
     assert file.directory == tmp_path / "cache" / "cartpole" / "random" / "balance"
     first, second = (read_episode(path, "cartpole") for path in buffer.scan())
     # Seen before the action, which gives the reward of the next row.
@@ -41,7 +47,7 @@ def test_packed_steps_are_aligned_and_kept(tmp_path, cartpole):
     np.testing.assert_allclose(steps[6:, -1], second.reward[1:, 0], rtol=1e-6)
     np.testing.assert_allclose(file.returns[1], second.reward[1:].sum(), rtol=1e-6)
     with pytest.raises(FileExistsError, match="balance already exists and is left"):
-        pack(buffer, "balance", tmp_path / "cache")
+        packed(buffer, "balance", tmp_path / "cache")
     again = TrajectoryFile.open(file.directory)
     np.testing.assert_array_equal(again.steps[:], steps)
 
@@ -49,7 +55,7 @@ def test_packed_steps_are_aligned_and_kept(tmp_path, cartpole):
 def test_index_says_what_was_packed(real, tmp_path):
     meta = {"generator": "mine", "seed": 3}
     (real.directory / "meta.json").write_text(json.dumps(meta))
-    index = pack(real, "balance", tmp_path / "cache").index
+    index = packed(real, "balance", tmp_path / "cache").index
     paths = real.scan()
     sources = index["sources"]
     assert [source["file"] for source in sources] == [path.name for path in paths]
@@ -70,7 +76,7 @@ def test_rewards_are_computed_as_asked_for(real, tmp_path):
     episodes = [read_episode(path, "cartpole") for path in real.scan()]
     stored = np.concatenate([episode.reward[1:, 0] for episode in episodes])
     exact, exorl = (
-        pack(real, "balance", tmp_path / name, Selection(name))
+        packed(real, "balance", tmp_path / name, Selection(name))
         for name in ("exact", "exorl")
     )
     np.testing.assert_allclose(exact.steps[:][:, -1], stored, atol=1e-6)
@@ -79,6 +85,46 @@ def test_rewards_are_computed_as_asked_for(real, tmp_path):
     assert higher.min() >= 1 - 1e-6 and 1.1 < higher.max() <= 1.25 + 1e-6
     difference = "largest_difference_from_stored"
     assert exact.index[difference] < 1e-6 and exorl.index[difference] > 0.05
+
+
+def test_a_file_is_read_once_for_all_tasks(real, tmp_path, monkeypatch):
+    alone = [packed(real, task, tmp_path / "one") for task in ("balance", "swingup")]
+    read, paths = exorl.read_episode, []
+    monkeypatch.setattr(
+        exorl,
+        "read_episode",
+        lambda path, domain: paths.append(path) or read(path, domain),
+    )
+    files = pack(real, ["balance", "swingup"], tmp_path / "both")
+    assert paths == real.scan()
+    for file, other in zip(files, alone, strict=True):
+        np.testing.assert_array_equal(file.steps[:], other.steps[:])
+        assert file.index == other.index
+
+
+def test_tasks_of_a_family_are_worlds_of_the_same_steps(tmp_path):
+    """And their rewards are those of an environment of that world."""
+    first = Environment("point_mass", "goals", np.zeros((1, 2)))
+    buffer = rolled_out_buffer(tmp_path / "data", first, [40, 40])
+    options = Selection(worlds=3, action_repeat=1, seed=2)
+    file = packed(buffer, "goals", tmp_path / "cache", options)
+    assert file.worlds.tolist() == [0, 0, 1, 1, 2, 2] and len(file.returns) == 6
+    assert np.load(file.directory / "rewards.npy").shape == (2, 3, 40)
+    targets = [world["target"] for world in file.index["worlds_described"]]
+    assert np.ptp(targets, axis=0).min() > 0.01
+    rewards = file.read(np.arange(240))[:, -1].reshape(3, 2, 40)
+    for world, target in enumerate(targets):
+        environment = Environment("point_mass", "goals", np.array([target]))
+        for number in range(2):
+            path = tmp_path / f"episode_{number}_40.npz"
+            episode = rolled_out(path, environment, 40, seed=number)
+            given = episode.reward[1:, 0]
+            np.testing.assert_allclose(rewards[world, number], given, atol=1e-6)
+    sums = rewards.sum(axis=-1, dtype=np.float64).ravel()
+    np.testing.assert_allclose(file.returns, sums, rtol=1e-6)
+    more = packed(buffer, "goals", tmp_path / "more", Selection(worlds=4, seed=2))
+    described = [each.index["worlds_described"] for each in (file, more)]
+    assert described[1][:3] == described[0]
 
 
 @pytest.mark.parametrize("off", [0, 0.01])
@@ -92,7 +138,7 @@ def test_a_wrong_file_is_named_and_nothing_is_left(real, tmp_path, off):
     far = r"observations are 0\.01 off .*cartpole.*0\.0001: .*model"
     said = far if off else "unreadable npz"
     with pytest.raises(BadEpisode, match=rf"1_20\.npz: {said}"):
-        pack(real, "balance", tmp_path / "cache")
+        packed(real, "balance", tmp_path / "cache")
     left = (tmp_path / "cache").rglob("*")
     assert [path.name for path in left] == ["cartpole", "random"]
 
@@ -104,7 +150,7 @@ def test_a_state_that_the_simulator_refuses_is_named(tmp_path):
     episode.physics[:] = 1e30
     write_episode(episode)
     with pytest.raises(BadEpisode, match="_2.npz: the simulator refuses the state"):
-        pack(buffer, "run", tmp_path / "cache")
+        packed(buffer, "run", tmp_path / "cache")
 
 
 def test_one_bad_file_in_a_hundred_may_be_skipped(tmp_path, caplog, cartpole):
@@ -112,7 +158,7 @@ def test_one_bad_file_in_a_hundred_may_be_skipped(tmp_path, caplog, cartpole):
     odd = buffer.scan()[50].with_name("odd.npz")
     buffer.scan()[50].rename(odd)
     with caplog.at_level(logging.WARNING):
-        file = pack(buffer, "balance", tmp_path / "a", Selection(on_bad="skip"))
+        file = packed(buffer, "balance", tmp_path / "a", Selection(on_bad="skip"))
     reason = "name is not episode_<index>_<length>.npz"
     assert file.index["bad_files"] == [{"file": "odd.npz", "reason": reason}]
     assert len(file.returns) == 99 == len(file.index["sources"])
@@ -121,7 +167,7 @@ def test_one_bad_file_in_a_hundred_may_be_skipped(tmp_path, caplog, cartpole):
     damage(buffer.scan()[3])
     match = r"2 of 100 files of .*random are bad, more than 1%; .*_000003_2\.npz: "
     with pytest.raises(ValueError, match=match):
-        pack(buffer, "balance", tmp_path / "b", Selection(on_bad="skip"))
+        packed(buffer, "balance", tmp_path / "b", Selection(on_bad="skip"))
     assert not list((tmp_path / "b").glob("**/*.npy"))
 
 
@@ -129,21 +175,21 @@ def test_whole_episodes_are_taken_up_to_a_number_of_steps(tmp_path, cartpole):
     buffer = rolled_out_buffer(tmp_path / "data", cartpole, [5, 5, 3, 5])
     for most, episodes in (1, 1), (12, 2), (13, 3), (17, 3), (18, 4), (99, 4):
         selection = Selection(max_transitions=most)
-        file = pack(buffer, "balance", tmp_path / f"{most}", selection)
+        file = packed(buffer, "balance", tmp_path / f"{most}", selection)
         assert len(file.returns) == episodes, most
 
 
 @pytest.mark.parametrize("domain, task, match", table("data.txt", "task"))
 def test_unknown_tasks_are_refused_before_files_are_read(tmp_path, domain, task, match):
     with pytest.raises((ValueError, FileNotFoundError), match=match):
-        pack(Buffer(tmp_path, domain, "rnd"), task, tmp_path)
+        packed(Buffer(tmp_path, domain, "rnd"), task, tmp_path)
 
 
 def test_description_gives_returns_and_sizes(tmp_path, cartpole):
     buffer = rolled_out_buffer(tmp_path / "data", cartpole, [2] * 11)
     episodes = [read_episode(path, "cartpole") for path in buffer.scan()]
     returns = sorted(float(episode.reward.sum()) for episode in episodes)
-    text = describe(pack(buffer, "balance", tmp_path / "cache"))
+    text = describe(packed(buffer, "balance", tmp_path / "cache"))
     assert "11 episodes of 2 to 2 steps, 22 steps" in text
     quantiles = [float(value) for value in text.splitlines()[3].split()]
     wanted = [returns[place] for place in (0, 1, 5, 9, 10)]

@@ -253,6 +253,37 @@ def test_episodes_come_back(tmp_path, lengths, shape):
     np.testing.assert_allclose(file.observation_std, seen.std(0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("lengths", [[7, 7], [40, 9, 1]])
+def test_steps_of_many_worlds_are_written_once_and_read_for_each(
+    tmp_path, lengths, rng
+):
+    """As a file that has them once for each world."""
+    episodes = some_episodes(lengths)
+    rewards = [rng.uniform(size=(3, steps)).astype(np.float32) for steps in lengths]
+    shared = [(o, a, r) for (o, a, _), r in zip(episodes, rewards, strict=True)]
+    once = TrajectoryFile.open(write_episodes(tmp_path / "once", shared))
+    with TrajectoryWriter(tmp_path / "each", {}) as writer:
+        for world in range(3):
+            for observation, action, reward in shared:
+                writer.write(observation, action, reward[world], world=world)
+    each = TrajectoryFile.open(tmp_path / "each")
+    assert once.steps.shape == (sum(lengths), 5) and each.steps.shape[0] == 3 * sum(
+        lengths
+    )
+    places = rng.integers(3 * sum(lengths), size=(4, 30))
+    np.testing.assert_array_equal(once.read(places), each.read(places))
+    for name in ("offsets", "worlds", "lengths"):
+        np.testing.assert_array_equal(getattr(once, name), getattr(each, name))
+    for name in ("returns", "observation_mean", "observation_std"):
+        np.testing.assert_allclose(getattr(once, name), getattr(each, name), rtol=1e-6)
+    with pytest.raises(ValueError, match="of 2 worlds, those before of .* 3: pack one"):
+        with TrajectoryWriter(tmp_path / "other", {}) as writer:
+            for (observation, action, reward), count in zip(
+                shared, (3, 2), strict=False
+            ):
+                writer.write(observation, action, reward[:count])
+
+
 @pytest.mark.parametrize("shapes, match", table("data.txt", "shapes"))
 def test_episodes_of_other_shapes_are_refused(tmp_path, shapes, match):
     names = "observation", "action", "reward", "target"

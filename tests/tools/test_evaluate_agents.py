@@ -21,7 +21,8 @@ from tests.pages import ROOT
 from tests.small.agents import SMALL, drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.contexts import asked, world_contexts
-from tools.lib.exorl.scenes import Stage
+from tools.lib.exorl.references import references
+from tools.lib.exorl.scenes import Stage, stage
 from tools.lib.exorl.scores import interval, scores
 from tools.make_dark_room import make
 from training.weights import SavedParameters, save_parameters
@@ -219,7 +220,7 @@ def test_scores_of_returns_made_by_hand(worlds):
 
 def test_held_actions_sum_rewards_and_seeds_begin_episodes():
     task, action = ("cartpole", "swingup"), np.full(1, 0.3, np.float32)
-    stage = Stage(task, np.array([[7, 7, 8]]), action_repeat=300)
+    stage = Stage(task, None, np.array([[7, 7, 8]]), action_repeat=300)
     first = stage.begin(0)
     outcomes = [stage.step(action[None]) for _ in range(4)]
     assert [outcome.last for outcome in outcomes] == [False, False, False, True]
@@ -229,6 +230,29 @@ def test_held_actions_sum_rewards_and_seeds_begin_episodes():
     environment.reset(7)
     total = sum(environment.step(action).reward for _ in range(1000))
     assert sum(outcome.rewards[0] for outcome in outcomes) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_rows_have_the_rewards_of_their_tasks(tmp_path, processes):
+    goals = [[0.0, 0.0], [0.2, 0.2], [-0.2, 0.1]]
+    about = {"domain": "point_mass", "task": "goals", "action_repeat": 250}
+    about["worlds_described"] = [{"target": goal} for goal in goals]
+    rewards = np.array([[1.0, 2], [3, 4], [5, 6]])
+    with TrajectoryWriter(tmp_path / "goals", about) as writer:
+        for scale in 1, 2:
+            writer.write(np.zeros((2, 4)), np.zeros((2, 2)), scale * rewards)
+    file = TrajectoryFile.open(tmp_path / "goals")
+    worlds, seeds = np.array([2, 0, 2]), np.array([[7], [7], [8]])
+    scene = stage(file, worlds, seeds, processes)
+    scene.begin(0)
+    rewards = scene.step(np.full((3, 2), 0.5, np.float32)).rewards
+    for row, (world, (seed,)) in enumerate(zip(worlds, seeds, strict=True)):
+        environment = Environment("point_mass", "goals", np.array([goals[world]]))
+        environment.reset(int(seed))
+        assert rewards[row] == environment.step(np.full(2, 0.5), 250).reward
+    assert rewards[0] != rewards[1]
+    # The best episode of worlds 0 and 2 has 6 and 22, the mean 4.5 and 16.5.
+    assert references(file, worlds, 1) == {"recorded_best": 14, "recorded_mean": 10.5}
 
 
 # The one command of agents in context: what it runs, what it keeps and refuses.

@@ -83,6 +83,9 @@ def results(returns, seed=0, data=(), agent=(), contexts=(), **fields):
 
 AGENTS = {
     "Algorithm Distillation": {"data": {"chain_order": "learnt", "predict": ""}},
+    "Algorithm Distillation, ranked episodes": {
+        "data": {"chain_order": "ranked", "predict": ""}
+    },
     "Agentic Transformer": {"data": {"chain_order": "ascending", "predict": ""}},
     "Agentic Transformer, unsorted chains": {"data": {"predict": ""}},
     "Decision Transformer": {"agent": {"chain_length": 1}},

@@ -63,16 +63,27 @@ def test_noise_has_its_strength_and_its_colour(rng):
 
 def test_rewards_are_those_of_the_domains_first_task(few):
     episode = read_episode(few.scan()[1], "cartpole")
-    wanted = computed_rewards(Environment("cartpole", "swingup"), episode)
+    (wanted,) = computed_rewards(Environment("cartpole", "swingup"), episode)
     assert meta_of(few)["stored_task"] == "swingup"
     np.testing.assert_allclose(episode.reward[1:, 0], wanted, atol=1e-6)
     returns = [read_episode(path, "cartpole").reward.sum() for path in few.scan()]
     assert meta_of(few)["returns"]["100%"] == pytest.approx(max(returns), abs=0.01)
 
 
+def test_a_point_mass_walks_to_places_everywhere(tmp_path):
+    buffer = made(tmp_path, domain="point_mass", episodes=12, action_repeat=20)
+    seen = [read_episode(path, "point_mass").observation for path in buffer.scan()]
+    last = np.array([observation[-1, :2] for observation in seen])
+    # Far from the walls, where noise alone would end, and in all directions.
+    assert np.abs(last).max() < 0.27 and last.min(axis=0).max() < -0.05
+    assert last.max(axis=0).min() > 0.05
+    still = [np.ptp(o[-100:, :2], axis=0).max() < 0.1 for o in seen]
+    assert sum(still) > 4
+
+
 def test_actions_are_held_and_packed_as_one(few, tmp_path):
-    one = pack(few, "swingup", tmp_path / "one")
-    eight = pack(few, "swingup", tmp_path / "eight", Selection(action_repeat=8))
+    (one,) = pack(few, ["swingup"], tmp_path / "one")
+    (eight,) = pack(few, ["swingup"], tmp_path / "eight", Selection(action_repeat=8))
     assert (one.action_repeat, eight.action_repeat) == (1, 8)
     assert one.index["generator"] == meta_of(few)
     assert one.index["largest_difference_from_stored"] < 1e-6
@@ -84,7 +95,7 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
     actions = one.steps[:][:, 5].reshape(-1, 8)
     assert (actions == actions[:, :1]).all() and (np.diff(actions[:, 0]) != 0).any()
     with pytest.raises(BadEpisode, match="action 9 differs .* action_repeat=3"):
-        pack(few, "swingup", tmp_path / "three", Selection(action_repeat=3))
+        pack(few, ["swingup"], tmp_path / "three", Selection(action_repeat=3))
 
 
 def test_program_tells_what_it_packed_and_names_the_bad_file(tmp_path, capsys):

@@ -29,7 +29,8 @@ and no `recorded`.
 
 Papers report the best of n episodes; first, last and mean are given too, with their
 bootstrap intervals (95 %) over the worlds, or the environments of one. So is what the
-last own episode got above the first, and above that of other contexts, row by row.
+last own episode got above the first, above the best before it, and above that of other
+contexts, row by row.
 Seeds of all episodes are written, and equal for all agents and contexts.
 `tools.figures` draws it.
 """
@@ -165,7 +166,7 @@ def _own_last_over(
 ) -> dict[str, dict[str, float]]:
     """Returns what the last own episode got above others, row by row, with intervals.
 
-    Others are the first own one, and the last of each other context.
+    Others are the first own one, the best before it, and the last of other contexts.
 
     worlds: int (E,), of the rows.
     """
@@ -173,7 +174,9 @@ def _own_last_over(
     if "own" not in found:
         return {}
     own = found.pop("own")
-    others = {"first": own[:, 0]} | {name: r[:, -1] for name, r in found.items()}
+    before = own[:, : max(own.shape[1] - 1, 1)]
+    others = {"first": own[:, 0], "best_before": before.max(axis=1)}
+    others |= {name: r[:, -1] for name, r in found.items()}
     over = {name: of_worlds(own[:, -1] - r, worlds) for name, r in others.items()}
     return {name: interval(values) for name, values in over.items()}
 

@@ -37,6 +37,7 @@ class Stage:
 
     Args:
       task: domain and task.
+      targets: float (E, k), of a family of tasks; None of a task alone.
       seeds: int (E, episodes), of the beginnings of the rows' episodes.
       action_repeat: steps that an action is held for; their rewards add up.
     """
@@ -44,11 +45,13 @@ class Stage:
     def __init__(
         self,
         task: tuple[str, str],
+        targets: np.ndarray | None,
         seeds: np.ndarray,
         action_repeat: int = 1,
     ):
         self._seeds, self._action_repeat = seeds, action_repeat
-        self._environments = [Environment(*task) for _ in seeds]
+        each = [None] * len(seeds) if targets is None else targets[:, None]
+        self._environments = [Environment(*task, target) for target in each]
 
     def begin(self, number: int) -> np.ndarray:
         pairs = zip(self._environments, self._seeds[:, number].tolist(), strict=True)
@@ -177,8 +180,17 @@ def stage(
         return DarkRoomStage(room, room.goals[worlds])
     check_simulator()
     task, count = (index["domain"], index["task"]), min(processes, len(worlds))
+    described, targets = index.get("worlds_described"), None
+    if described:
+        targets = np.array([described[world]["target"] for world in worlds])
     shares = [
-        functools.partial(Stage, task, some, file.action_repeat)
-        for some in np.array_split(seeds, count)
+        functools.partial(
+            Stage,
+            task,
+            None if targets is None else targets[rows],
+            seeds[rows],
+            file.action_repeat,
+        )
+        for rows in np.array_split(np.arange(len(worlds)), count)
     ]
     return shares[0]() if count == 1 else SharedStage(shares)

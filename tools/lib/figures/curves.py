@@ -48,8 +48,9 @@ def agent(results: dict[str, Any]) -> str:
     data = results["config"]["data"]
     if data.get("predict") == "targets":
         return "Decision-Pretrained Transformer"
-    if data["chain_order"] == "learnt":
-        return "Algorithm Distillation"
+    if data["chain_order"] in ("learnt", "ranked"):
+        ranked = data["chain_order"] == "ranked"
+        return "Algorithm Distillation" + ", ranked episodes" * ranked
     is_sorted = data["chain_order"] == "ascending"
     return "Agentic Transformer" + ("" if is_sorted else ", unsorted chains")
 
@@ -242,6 +243,7 @@ def _references(axes: Axes, runs: Runs, x: str) -> None:
     """Draws in grey the levels that returns are compared with."""
     known = {k: v for run in runs for k, v in run["references"].items()}
     levels = {"oracle": "knows the world", "random": "random actions"}
+    levels |= {"recorded_best": "best of the data", "recorded_mean": "mean of the data"}
     shown = {words: known[key] for key, words in levels.items() if key in known}
     if not shown:
         shown = {"return that agents are conditioned on": runs[0]["target"]}
