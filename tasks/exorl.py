@@ -310,4 +310,7 @@ class AgentRun(Run):
         sizes = identity(self.sizes, always=["rope_scaling"])
         if not self.is_perceptron:
             sizes["rank_embedding"] = False  # as in checkpoints that might have had one
+            if self.config.agent.step_tokens == 1:
+                # Before, the last one of an episode was never read.
+                sizes["all_rewards"] = True
         return {"model": sizes, "trajectories": data}

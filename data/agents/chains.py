@@ -104,8 +104,8 @@ class Chains:
       agent that has acted for longer than a context knows how it goes on.
     predict: the "actions" that were taken, or the "targets" in their place.
     of_step_before: whether actions, rewards and completions are those of the step
-      before, and 0 at the beginning of an episode: for agents whose token of a step
-      says all that is known before they act.
+      before, across episodes, and 0 at the beginning of the chain: for agents whose
+      token of a step says all that is known before they act.
     multiple: rows are padded at the end to a multiple of this many steps.
 
     Raises:
@@ -148,6 +148,10 @@ class Chains:
         return [episodes[worlds == world] for world in np.unique(worlds)]
 
     @cached_property
+    def _lengths(self) -> np.ndarray:
+        return self.trajectories.lengths
+
+    @cached_property
     def length(self) -> int:
         """Steps in a row, padding included: those of n episodes of the longest."""
         longest = int(self.trajectories.lengths[self.episodes].max())
@@ -174,23 +178,28 @@ class Chains:
     def read(self, row: int, index: np.ndarray) -> ChainBatch:
         """Reads the steps at `index`, int32 (L,) places in the chain: arrays (L, …)."""
         chain = self.chain(row)
-        offsets, returns = self.trajectories.offsets, self.trajectories.returns[chain]
-        lengths = offsets[chain + 1] - offsets[chain]
+        returns, lengths = self.trajectories.returns[chain], self._lengths[chain]
         ends = np.cumsum(lengths)
         real = index < ends[-1]
-        places = np.where(real, index, 0)
-        ranks = np.searchsorted(ends, places, side="right")
-        timesteps = places - (ends - lengths)[ranks]
-        steps = offsets[chain[ranks]] + timesteps
-        observations, actions, targets, rewards = self._steps(steps)
-        best = returns.max()
-        reached = (timesteps + 1 == lengths[ranks]) & (returns[ranks] >= best)
+        places, best = np.where(real, index, 0), returns.max()
+
+        def located(places: np.ndarray) -> tuple[np.ndarray, ...]:
+            """Returns ranks, timesteps, and whether these end a good trajectory."""
+            ranks = np.searchsorted(ends, places, side="right")
+            timesteps = places - (ends - lengths)[ranks]
+            is_last = timesteps + 1 == lengths[ranks]
+            return ranks, timesteps, is_last & (returns[ranks] >= best)
+
+        def read(ranks: np.ndarray, timesteps: np.ndarray) -> tuple[np.ndarray, ...]:
+            return self._steps(self.trajectories.offsets[chain[ranks]] + timesteps)
+
+        ranks, timesteps, reached = located(places)
+        observations, actions, targets, rewards = read(ranks, timesteps)
         if self.of_step_before:
-            begins = timesteps == 0
-            _, actions, _, rewards = self._steps(np.where(begins, steps, steps - 1))
-            actions[begins], rewards[begins] = 0, 0
-            # The step before is never the last of an episode.
-            reached = np.zeros_like(reached)
+            *before, reached = located(np.maximum(places - 1, 0))
+            _, actions, _, rewards = read(*before)
+            for happened in actions, rewards, reached:
+                happened[places == 0] = 0
         batch = ChainBatch(
             returns_to_go=best - self._rewards_before(chain)[places],
             observations=observations,
@@ -233,18 +242,18 @@ def standardised(file: TrajectoryFile, observations: np.ndarray) -> np.ndarray:
 
 
 def of_step_before(batch: ChainBatch) -> ChainBatch:
-    """Returns whole episodes (B, S) as `Chains` gives them for tokens of a whole step.
+    """Returns steps of chains (B, S) as `Chains` gives them for tokens of a whole step.
 
-    Actions and rewards are those of the step before, 0 at an episode's beginning.
+    Actions, rewards and completions are those of the step before, 0 at a beginning.
     """
-    begins = batch.timesteps == 0
-    actions = np.roll(batch.actions, 1, axis=1)
-    rewards = np.roll(batch.rewards, 1, axis=1)
-    return batch._replace(
-        actions=np.where(begins[..., None], 0, actions),
-        rewards=np.where(begins, 0, rewards),
-        completions=np.zeros_like(batch.completions),
-    )
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        begins = batch.positions == 0
+        begins = begins.reshape(*begins.shape, *[1] * (x.ndim - begins.ndim))
+        return np.where(begins, 0, np.roll(x, 1, axis=1))
+
+    happened = "actions", "rewards", "completions"
+    return batch._replace(**{name: moved(getattr(batch, name)) for name in happened})
 
 
 def _padded(batch: ChainBatch, real: np.ndarray) -> ChainBatch:

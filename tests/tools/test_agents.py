@@ -128,6 +128,10 @@ def test_cached_actions_are_those_of_the_teacher_forced_forward(
 ):
     steps = played(one_token if KINDS[kind] else agent, file).steps
     assert_as_the_whole_forward(steps, KINDS[kind])
+    # Of one token, the second episode begins with the last reward of the first.
+    known = of_step_before(steps).rewards[:, EPISODE_STEPS]
+    np.testing.assert_array_equal(known, steps.rewards[:, EPISODE_STEPS - 1])
+    assert (known > 0).all()
 
 
 @pytest.mark.thorough(quick=1)
