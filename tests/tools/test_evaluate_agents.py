@@ -21,7 +21,7 @@ from tests.pages import ROOT
 from tests.small.agents import SMALL, drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.contexts import asked, world_contexts
-from tools.lib.exorl.references import references
+from tools.lib.exorl.references import explorer_returns, references
 from tools.lib.exorl.scenes import Stage, stage
 from tools.lib.exorl.scores import interval, scores
 from tools.make_dark_room import make
@@ -153,7 +153,20 @@ def test_worlds_are_those_held_out_and_beside_their_references(room, in_room):
     # Of each world once, whatever rows it has.
     assert known["oracle"] == places.best_return(places.goals[worlds]).mean()
     assert known["random"] == pytest.approx(places.random_return()[worlds].mean())
-    assert len(known["tabular"]) == EPISODES
+    assert len(known["tabular"]) == len(known["explorer"]) == EPISODES
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_the_explorer_finds_every_goal_once_and_returns_to_it(name):
+    room = ROOMS[name]
+    returns = explorer_returns(room, room.goals, 10)
+    best = room.best_return(room.goals)
+    assert (np.diff(returns) >= 0).all() and (returns[:, -1] == best).all()
+    # A step finds one cell at most, so no two goals are found in the same step.
+    found = np.array([row[row > 0][0] - 1000 * (row == 0).sum() for row in returns])
+    assert len(set(found)) == room.size**2
+    start = room.start[0] * room.size + room.start[1]
+    assert returns[start].tolist() == [room.steps] * 10
 
 
 @pytest.mark.thorough

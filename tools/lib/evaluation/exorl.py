@@ -226,7 +226,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--other", type=Path, help="trajectories of another task, for its context")
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
     processes = "that step dm_control, default: one for each core (%(default)s)"
-    add("--processes", type=whole, default=os.cpu_count(), help=processes)
+    add("--processes", type=whole, default=len(os.sched_getaffinity(0)), help=processes)
     trained = "act in worlds that were trained on, as to choose a temperature"
     add("--trained", action="store_true", help=trained)
     return parser.parse_known_args(arguments)

@@ -1,6 +1,8 @@
-"""References for agents in Dark Room: an oracle, chance, and a learner.
+"""References for agents in worlds: what returns are compared with.
 
-The learner has a table of values for each world (Q-learning), and nothing before it.
+In Dark Room an oracle, chance, an explorer, which walks to the nearest unseen cell
+until it has found the goal, and a learner of a table of values for each world
+(Q-learning). Elsewhere the trajectories of the same worlds.
 """
 
 from typing import Any
@@ -19,10 +21,10 @@ OPTIMISM = 1.0
 def references(
     file: TrajectoryFile, worlds: np.ndarray, episodes: int
 ) -> dict[str, Any]:
-    """Returns mean returns over worlds: oracle, random, and tabular by episode.
+    """Returns mean returns over worlds; explorer and tabular by episode.
 
-    Of Dark Room, where the first two are exact. Elsewhere those of the trajectories in
-    these worlds: the best of each, and the mean.
+    Of Dark Room, where all but tabular are exact. Elsewhere those of the trajectories
+    in these worlds: the best of each, and the mean.
 
     worlds: int (E,), of the rows, which may have one in common.
     """
@@ -34,12 +36,36 @@ def references(
         }
     room = ROOMS[file.index["task"]]
     goals = room.goals[worlds]
-    tabular = tabular_returns(room, goals, episodes)
+    by_episode = {
+        "explorer": explorer_returns(room, goals, episodes),
+        "tabular": tabular_returns(room, goals, episodes),
+    }
     return {
         "oracle": float(of_worlds(room.best_return(goals), worlds).mean()),
         "random": float(room.random_return()[np.unique(worlds)].mean()),
-        "tabular": of_worlds(tabular, worlds).mean(axis=0).tolist(),
-    }
+    } | {n: of_worlds(r, worlds).mean(axis=0).tolist() for n, r in by_episode.items()}
+
+
+def explorer_returns(room: DarkRoom, goals: np.ndarray, episodes: int) -> np.ndarray:
+    """Returns what an explorer gets in worlds of goals (E, 2), (E, episodes).
+
+    Until it finds the goal it goes the same way in all worlds: to the nearest cell that
+    it has not seen. Where it finds the goal it stays, and goes there in later episodes.
+    """
+    found = np.full((room.size, room.size), episodes * room.steps)
+    for step in range(episodes * room.steps):
+        if step % room.steps == 0:
+            place = np.array(room.start)
+        unseen = np.argwhere(found > step)
+        if not len(unseen):
+            break
+        aim = unseen[np.abs(unseen - place).sum(axis=-1).argmin()]
+        place = room.move(place, room.best_actions(place, aim))
+        found[tuple(place)] = min(found[tuple(place)], step)
+    found_in, at = np.divmod(found[tuple(goals.T)], room.steps)  # (E,)
+    order = np.sign(np.arange(episodes) - found_in[:, None])  # before, there, after
+    gained = np.stack([0 * at, room.steps - at, room.best_return(goals)], axis=-1)
+    return np.take_along_axis(gained, order + 1, axis=1).astype(float)
 
 
 def tabular_returns(

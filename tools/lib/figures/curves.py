@@ -174,6 +174,12 @@ def table(tasks: dict[str, dict[str, Runs]]) -> str:
     """Returns the numbers of the picture: first, middle and last episode."""
     lines = []
     for task, agents in tasks.items():
+        runs = next(iter(agents.values()))
+        for name, known in runs[0]["references"].items():
+            shown = known if isinstance(known, list) else [known]
+            places = sorted({0, len(shown) // 2, len(shown) - 1})
+            values = "  ".join(f"{shown[place]:6.1f}" for place in places)
+            lines.append(f"{task}, reference {name}: {values}")
         for name, runs in agents.items():
             for context in dict.fromkeys(c for run in runs for c in run["contexts"]):
                 columns = bounds(runs, context).T
@@ -251,6 +257,9 @@ def _references(axes: Axes, runs: Runs, x: str) -> None:
     for words, level in shown.items():
         axes.axhline(level, color=GREY, lw=1, linestyle="--")
         axes.text(0.99, level, words, color=GREY, fontsize=8, **left)
-    if x == "episode" and (learner := known.get("tabular")):
-        episodes = range(1, len(learner) + 1)
-        axes.plot(episodes, learner, color=GREY, lw=1, label="Q-learning from scratch")
+    learners = {"tabular": ("Q-learning from scratch", "-")}
+    learners["explorer"] = "nearest unseen cell, then the goal", "--"
+    for key, (words, look) in learners.items():
+        if x == "episode" and (learner := known.get(key)):
+            episodes = range(1, len(learner) + 1)
+            axes.plot(episodes, learner, look, color=GREY, lw=1, label=words)
