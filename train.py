@@ -156,11 +156,11 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         )
         step = loop.run(state, batches, first_step)
         saved = "checkpoint" if checkpoints.latest_step() == step else "no checkpoint"
-    where = f"{saved} and curves in {config.workdir}; {goodput}"
+    where = f"{saved} and curves in {config.workdir}"
     if step < last_step:
-        again = f"to go on: python train.py --workdir={config.workdir}"
-        raise Preempted(f"step {step} of {last_step}, {where}; {again}")
-    say(f"done: step {last_step}, {where}")
+        again = f"to resume: python train.py --workdir={config.workdir}"
+        raise Preempted(f"step {step} of {last_step}, {where}; {goodput}; {again}")
+    say(f"done: step {last_step}, {where}\n{goodput}")
     return {"step": last_step, **report.last}
 
 

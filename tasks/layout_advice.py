@@ -1,5 +1,6 @@
 """What a run is, what its rows cost, and which layouts suit them, in lines."""
 
+import textwrap
 from collections.abc import Iterator
 
 from kernels.layouts import Contiguous, Zigzag
@@ -14,11 +15,19 @@ def start_lines(run: Run) -> Iterator[str]:
     devices = partition.mesh.devices.flatten()
     yield f"mesh: {partition}, of {devices.size} x {devices[0].device_kind}"
     shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
-    parameters = f"{run.num_parameters:,} parameters in {shards} shards"
+    model = f"model: {run.num_parameters:,} parameters in {shards} shards"
     if run.model.frozen_shapes:
-        parameters += f", {run.num_trained:,} of them trained (adapters)"
-    yield f"model: {parameters}, {config.attention} attention; {run.execution}"
-    yield from filter(None, (padding_line(run), layout_line(run)))
+        model += f", {run.num_trained:,} of them trained (adapters)"
+    model += f", {config.attention} attention"
+    for line in (
+        model,
+        f"memory: {run.execution}",
+        padding_line(run),
+        layout_line(run),
+    ):
+        yield from textwrap.wrap(
+            line, 100, subsequent_indent="  ", break_on_hyphens=False
+        )
 
 
 def padding_line(run: Run) -> str:

@@ -115,8 +115,8 @@ def read_frozen(run: Run, say: Callable[[str], None] = print) -> Any:
     line = f"frozen parameters: of step {saved.step} of {config.init_from}"
     if saved.rounded:
         line += (
-            f", {saved.rounded} matrices rounded to bfloat16 ({config.compute_dtype=} "
-            f"{config.lora.base_dtype=})"
+            f",\n  {saved.rounded} matrices rounded to bfloat16 "
+            f"({config.compute_dtype=} {config.lora.base_dtype=})"
         )
     say(line)
     return frozen

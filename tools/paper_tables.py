@@ -250,7 +250,11 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         block, sequence = row["block"] / 1024, row["sequence"] / 1024
         said = "   paper {} and {}".format(*row["paper"]) if row["paper"] else ""
         yield f"  {row['chip']:24s} {block:7.1f} {sequence:8.1f}{said}"
-    yield "\nTable 3: contexts in 1024 tokens, one sequence; compiled, not run"
+    yield "\nTable 3: contexts of one sequence, in 1024 tokens; compiled, not run"
+    yield (
+        "  model topology   remat     paper      ours  memory, GiB  host's  hidden"
+        "  MFU at most"
+    )
     yield from map(_context_line, found["table_3"])
     yield "\nFigure 5: FLOPs of a data set, relative to contexts of 4096 tokens"
     for size in FIGURE_5_SIZES:
@@ -258,29 +262,28 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         shown = (f"{r['context'] // 1024}K {r['ratio']:.1f}" for r in ratios[3::3])
         yield f"  {size:4s} " + ", ".join(shown)
     yield "\nStriped over contiguous, at most: a whole step, only products counted"
+    yield "(attention alone, at any length)"
     count = len(SPEED_UP_CONTEXTS)
     for first in range(0, len(found["speed_ups"]), count):
         mine = found["speed_ups"][first : first + count]
         ring, limit = mine[0]["ring"], mine[0]["attention"]
         shown = (f"{r['context'] // 1024}K {r['step']:.2f}" for r in mine)
         yield (
-            f"  {mine[0]['model']:4s} ring of {ring:2d} ({SPEED_UP_RINGS[ring]}): "
-            f"{', '.join(shown)}; attention alone {limit:.2f}"
+            f"  {mine[0]['model']:4s} ring of {ring:2d}, {SPEED_UP_RINGS[ring]}: "
+            f"{', '.join(shown)} ({limit:.2f})"
         )
 
 
 def _context_line(row: dict[str, Any]) -> str:
-    name = f"  {row['model']:4s} {row['topology']:10s} {row['remat']:8s}"
-    name += f" paper {row['paper_context']:>6,}, ours {row['context']:>8,}: "
+    name = f"  {row['model']:5s} {row['topology']:10s} {row['remat']:7s}"
+    name += f" {row['paper_context']:>7,} {row['context']:>9,}"
     if row["fits"] is None:
-        return f"{name}not compiled: {row['why']}"
-    line = (
-        f"{row['peak_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.0f} GiB, "
-        f"{row['hidden_share']:.1%} hidden, MFU at most {row['estimated_mfu']:.0%}"
-    )
-    if row["host_bytes"]:
-        line += f", {row['host_bytes'] / GIB:.0f} GiB of the host's"
-    return name + line + ("" if row["fits"] else "; less than 5 % spare")
+        return f"{name} not compiled: {row['why']}"
+    memory = f"{row['peak_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.0f}"
+    host = f"{row['host_bytes'] / GIB:.0f}"
+    line = f" {memory:>12s} {host:>7s} {row['hidden_share']:7.1%}"
+    line += f" {row['estimated_mfu']:12.0%}"
+    return name + line + ("" if row["fits"] else "  < 5 % spare")
 
 
 @as_program

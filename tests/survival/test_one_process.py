@@ -240,9 +240,7 @@ def test_a_run_says_where_everything_is_and_what_it_gives(undisturbed):
     assert f"checkpoints: {directory}/checkpoints" in said
     assert f"curves: tensorboard --logdir {directory}/tensorboard" in said
     assert f"points: {directory}/metrics.jsonl" in said
-    assert re.match(
-        rf"done: .*{directory}.*; goodput [\d.]+ % of [\d.]+ s \(", said[-1]
-    )
+    assert re.match(rf"done: .*{directory}\ngoodput [\d.]+ % of [\d.]+ s \(", said[-1])
     assert (directory / "tensorboard" / directory.name).is_dir()
     lines = [line for line in said if line.startswith("step")]
     for line, (step, loss) in zip(lines, undisturbed.curve(), strict=True):
