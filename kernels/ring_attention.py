@@ -187,7 +187,9 @@ def make_ring_attention(
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
     check_orders(walks, ring_size)
-    orders = walks and tuple(RingOrder(tuple(map(int, walk))) for walk in walks)
+    orders = None
+    if walks is not None:
+        orders = tuple(RingOrder(tuple(map(int, walk))) for walk in walks)
     local = functools.partial(
         ring_attention,
         axis_name=axes.ring,
