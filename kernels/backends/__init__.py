@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -26,14 +25,6 @@ class Backend(Protocol):
 
     @property
     def backward(self) -> Callable: ...
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A backend of two functions."""
-
-    forward: Callable
-    backward: Callable
 
 
 IMPLEMENTATIONS: Mapping[str, Backend] = {

@@ -5,6 +5,8 @@ files of that chip.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -256,11 +258,18 @@ class TestHopper(BackendSuite):
         assert max(errors["out"], errors["lse"]) <= self.tolerance
 
 
+class Two(NamedTuple):
+    """A backend of two functions."""
+
+    forward: Callable
+    backward: Callable
+
+
 @pytest.mark.thorough
 class TestHopperDeterministic(TestHopper):
     implementation = "hopper_deterministic"
     # It differs in its backward only.
-    backend = backends.Steps(
+    backend = Two(
         blockwise.forward,
         SimulatedHopper(hopper.Launch(interpret=RACES, is_deterministic=True)).backward,
     )
