@@ -78,44 +78,36 @@ class Weight:
 
 
 _LAYER = "model.layers.{layer}."
-_ATTENTION, _MLP = f"{_LAYER}self_attn.", f"{_LAYER}mlp."
 
 HEAD = Weight(("head",), "lm_head.weight", 1)
 EMBEDDING = Weight(("embedding",), "model.embed_tokens.weight", 1, is_turned=False)
-
-
-def _attention(ours: str, theirs: str, input_axes: int = 0) -> Weight:
-    return Weight(
-        ("layers", "attention", *ours.split(".")), f"{_ATTENTION}{theirs}", input_axes
-    )
-
-
-def _mlp(ours: str, theirs: str) -> Weight:
-    return Weight(("layers", "feed_forward", ours), f"{_MLP}{theirs}.weight", 1)
-
-
-ATTENTION = (
-    _attention("query", "q_proj.weight", 1),
-    _attention("key", "k_proj.weight", 1),
-    _attention("value", "v_proj.weight", 1),
-    _attention("output", "o_proj.weight", 2),
-    _attention("query_bias", "q_proj.bias"),
-    _attention("key_bias", "k_proj.bias"),
-    _attention("value_bias", "v_proj.bias"),
-    _attention("output_bias", "o_proj.bias"),
-    _attention("query_norm.scale", "q_norm.weight"),
-    _attention("key_norm.scale", "k_norm.weight"),
-    _attention("sinks", "sinks"),
-)
+# Of a layer: ours, theirs, and how many axes are inputs.
+_OF_LAYERS = {
+    "attention.query": ("self_attn.q_proj.weight", 1),
+    "attention.key": ("self_attn.k_proj.weight", 1),
+    "attention.value": ("self_attn.v_proj.weight", 1),
+    "attention.output": ("self_attn.o_proj.weight", 2),
+    "attention.query_bias": ("self_attn.q_proj.bias", 0),
+    "attention.key_bias": ("self_attn.k_proj.bias", 0),
+    "attention.value_bias": ("self_attn.v_proj.bias", 0),
+    "attention.output_bias": ("self_attn.o_proj.bias", 0),
+    "attention.query_norm.scale": ("self_attn.q_norm.weight", 0),
+    "attention.key_norm.scale": ("self_attn.k_norm.weight", 0),
+    "attention.sinks": ("self_attn.sinks", 0),
+    "feed_forward.gate": ("mlp.gate_proj.weight", 1),
+    "feed_forward.up": ("mlp.up_proj.weight", 1),
+    "feed_forward.down": ("mlp.down_proj.weight", 1),
+}
 _WEIGHTS = (
     EMBEDDING,
-    *ATTENTION,
-    _mlp("gate", "gate_proj"),
-    _mlp("up", "up_proj"),
-    _mlp("down", "down_proj"),
+    *(
+        Weight(("layers", *ours.split(".")), f"{_LAYER}{theirs}", inputs)
+        for ours, (theirs, inputs) in _OF_LAYERS.items()
+    ),
     Weight(("norm", "scale"), "model.norm.weight"),
     HEAD,
 )
+ATTENTION = tuple(weight for weight in _WEIGHTS if "attention" in weight.path)
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 # One name means another norm where norms stand elsewhere.
 _NORMS = {

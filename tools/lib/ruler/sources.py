@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,12 +156,11 @@ class Pairs(Sequence[str]):
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]):
         # "teeny-" and "teeny-tiny-" mix in the order; other adjectives stay apart.
-        self._nouns, groups = sorted(set(nouns)), {}
-        for adjective in sorted(set(adjectives)):
-            first = f"{adjective.partition('-')[0]}-"
-            groups.setdefault(first, []).append(f"{adjective}-")
+        self._nouns = sorted(set(nouns))
         self._blocks: list[str | list[str]] = []
-        for _, group in sorted(groups.items()):
+        prefixes = sorted({f"{adjective}-" for adjective in adjectives})
+        for _, same in groupby(prefixes, lambda prefix: prefix.partition("-")[0]):
+            group = [*same]
             mixed = (prefix + noun for prefix in group for noun in self._nouns)
             self._blocks.append(sorted(set(mixed)) if group[1:] else group[0])
         sizes = (
