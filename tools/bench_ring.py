@@ -51,8 +51,12 @@ from kernels.backends.block_sizes import BlockSizes
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks import rings, rows
 from tools.lib.benchmarks.original import Original
-from tools.lib.benchmarks.problems import MASKS, Problem, relative_error
-from tools.lib.benchmarks.work import count_tiles
+from tools.lib.benchmarks.problems import (
+    MASKS,
+    Problem,
+    count_tiles,
+    relative_error,
+)
 
 TILE = 128
 """Rows and keys of the tiles that are counted."""

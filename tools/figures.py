@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tasks.command_line import Parser, as_program
 from tools.lib.benchmarks.rows import read_rows
-from tools.lib.figures import bars, curves, grids
+from tools.lib.figures import charts, curves
 from tools.lib.figures.style import write_picture
 from tools.lib.files import write_json
 
@@ -46,15 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     match chosen.picture:
         case "work":
             output.mkdir(parents=True, exist_ok=True)
-            counts = grids.work_per_step()
+            counts = charts.work_per_step()
             write_json(output / "work_per_step.json", counts)
             for name, found in counts["layouts"].items():
                 tiles = f"{found['critical_path']} tiles on the critical path"
                 print(f"{name}: {tiles}, bound {counts['bound']:.1f}")
-            write_picture(output / "work_per_step.png", grids.work_grids(counts))
+            write_picture(output / "work_per_step.png", charts.work_grids(counts))
         case "rates":
-            rows = chain(*(read_rows(path, *bars.FIELDS) for path in chosen.rows))
-            write_picture(output, bars.bars([*rows]))
+            rows = chain(*(read_rows(path, *charts.FIELDS) for path in chosen.rows))
+            write_picture(output, charts.bars([*rows]))
         case "returns":
             tasks = curves.read_returns(chosen.rows)
             print(curves.table(tasks))

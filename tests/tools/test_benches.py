@@ -15,9 +15,8 @@ from tests.cases.attention import LAYOUTS, MASKS
 from tools import bench_kernels, bench_ring, bench_train
 from tools.lib.benchmarks import peers, rings, rows
 from tools.lib.benchmarks.peers import Runs, jax_runs
-from tools.lib.benchmarks.problems import GRADED, Operands, Problem
+from tools.lib.benchmarks.problems import GRADED, Operands, Problem, tiles_per_step
 from tools.lib.benchmarks.rows import Environment, peak_share, table
-from tools.lib.benchmarks.work import tiles_per_step
 
 TOLERANCE = 1e-5
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -10,9 +10,8 @@ import pytest
 from tests.cases import pairs
 from tools import figures, paper_tables
 from tools.lib.exorl.scores import interval
-from tools.lib.figures.bars import bars
+from tools.lib.figures.charts import bars, heat_maps, work_per_step
 from tools.lib.figures.curves import agent, bounds, read_returns, returns
-from tools.lib.figures.grids import heat_maps, work_per_step
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
 

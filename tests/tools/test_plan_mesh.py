@@ -13,7 +13,7 @@ from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
 from tasks.task import make_run
 from tools import plan_pod
-from tools.lib.benchmarks.work import tiles_per_step
+from tools.lib.benchmarks.problems import tiles_per_step
 from tools.lib.compiled.hlo import TRANSFER, Collective, Instruction, Program
 from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks
 from tools.lib.planning.estimate import (

@@ -14,9 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernels import backends, make_ring_attention, masks
 from kernels.compiler import compiler_options
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
-from tools.lib.benchmarks.problems import GRADED, Operands, Problem
+from tools.lib.benchmarks.problems import GRADED, Operands, Problem, bounds_of_steps
 from tools.lib.benchmarks.rows import Sample, take_rounds, take_sample
-from tools.lib.benchmarks.work import bounds_of_steps
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Contiguous(),

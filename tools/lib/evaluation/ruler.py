@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "by_depth" in row
     }
     if maps:
-        from tools.lib.figures.grids import heat_maps
+        from tools.lib.figures.charts import heat_maps
         from tools.lib.figures.style import write_picture
 
         write_picture(options.output / "depths.png", heat_maps(maps))
