@@ -206,7 +206,7 @@ def evaluate_loss(workdir: Path, output: Path, *flags: str) -> list[dict[str, An
     return json.loads((output / "losses.json").read_text())
 
 
-def written_out(corpus: Path, workdir: Path, tokens: int, by: str) -> dict:
+def written_out(corpus: Path, workdir: Path, tokens: int) -> dict:
     """Losses of the tokens of all rows, by part: float64, one device, by a loop."""
     fields = {"attention": "vanilla", "data__context_tokens": tokens}
     config = small_config(corpus, workdir, **SIZES | fields)
@@ -221,9 +221,8 @@ def written_out(corpus: Path, workdir: Path, tokens: int, by: str) -> dict:
         (batch,) = batches[step].values()
         losses = token_losses(sizes, parameters, batch)
         for row, column in zip(*np.nonzero(batch.loss_weights), strict=True):
-            place = column if by == "row" else batch.positions[row, column]
             below = 1
-            while below <= place:
+            while below <= batch.positions[row, column]:
                 below *= 2
             found.setdefault(below, []).append(losses[row, column])
     return found
@@ -232,27 +231,27 @@ def written_out(corpus: Path, workdir: Path, tokens: int, by: str) -> dict:
 VANILLA = "--config.attention=vanilla --config.mesh.ring=1 --config.mesh.fsdp=4"
 VANILLA = f"{VANILLA} --config.mesh.tensor=2".split()
 MESHES = [
-    ("row", 80, []),  # as it was trained: striped, fsdp 2 x ring 4
-    ("document", 77, ["--config.attention=zigzag"]),
-    pytest.param("document", 80, VANILLA, marks=pytest.mark.slow),
+    (80, []),  # as it was trained: striped, fsdp 2 x ring 4
+    (77, ["--config.attention=zigzag"]),
+    pytest.param(80, VANILLA, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize(("by", "tokens", "flags"), MESHES)
+@pytest.mark.parametrize(("tokens", "flags"), MESHES)
 def test_losses_of_all_parts_are_those_written_out(
-    corpus, run, tmp_path, capsys, by, tokens, flags
+    corpus, run, tmp_path, capsys, tokens, flags
 ):
-    flags = [f"--config.data.context_tokens={tokens}", "--by", by, *flags]
+    flags = [f"--config.data.context_tokens={tokens}", *flags]
     flags += ["--corpus", str(corpus)]
     *parts, whole = evaluate_loss(run, tmp_path, *flags)
-    wanted = written_out(corpus, run, tokens, by)
+    wanted = written_out(corpus, run, tokens)
     assert [part["below"] for part in parts] == sorted(wanted)
     assert (whole["from"], whole["below"]) == (0, None)
     every = [loss for losses in wanted.values() for loss in losses]
     for row, losses in zip([*parts, whole], [*wanted.values(), every], strict=True):
         losses = wanted.get(row["below"], losses)
-        assert (row["tokens"], row["by"], row["step"]) == (len(losses), by, 7)
+        assert (row["tokens"], row["step"]) == (len(losses), 7)
         assert row["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
         assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
     assert ("padded to 80" in capsys.readouterr().out) == (tokens == 77)

@@ -1,15 +1,14 @@
 """Loss and perplexity on a corpus, by the position of the tokens.
 
     python -m tools.evaluate loss --workdir=RUN
-    python -m tools.evaluate loss --workdir=RUN --corpus corpora/books --by row \\
+    python -m tools.evaluate loss --workdir=RUN --corpus corpora/books \\
         --config.data.context_tokens=100000 --output losses.json
 
 The newest checkpoint reads the rows of --corpus (the run's own unless it is given) as a
 validation of `train.py` does, in order, and the loss of every token is kept. Rows are
 those of config.data, of any length, also of others than it was trained with; mesh and
-ring may be others too. Positions are those in a token's document, or --by row in its
-row, by powers of two. The standard error of a loss takes rows to be independent.
---output is a name: rows go to NAME.json, a picture to NAME.png.
+ring may be others too. Positions are those in a token's document, by powers of two. The
+standard error of a loss takes rows to be independent.
 """
 
 import argparse
@@ -29,7 +28,6 @@ from data.mixture import check_alike
 from data.rows import iterate
 from data.text.token_file import TokenFile
 from kernels.compiler import compiler_options
-from kernels.layouts import order
 from tasks import corpora, text
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import restored_parameters
@@ -39,7 +37,6 @@ from tools.generate import text_config
 from tools.lib.benchmarks.rows import check_output, table, write_rows
 from training.feed import place
 
-BY = "document", "row"
 COLUMNS = {
     "from": "{from:,}",
     "below": "{below:,}",
@@ -143,8 +140,7 @@ def reader(
     """
     batches = run.batches("validation", fills=True)
     count = min(options.batches or len(batches), len(batches))
-    shape, ring = run.shape, run.partition.ring_size
-    index = np.tile(order(run.layout, ring, shape[1]), (shape[0], 1))
+    shape = run.shape
     parts = shape[1].bit_length() + 1
     program, threads = token_losses(run), run.config.data.threads
 
@@ -153,10 +149,9 @@ def reader(
             for step, blocks in itertools.islice(steps, count):
                 batch = place(blocks, run.sharding, shape)
                 losses = np.asarray(program(parameters, batch), np.float64)
-                positions = index if options.by == "row" else batch.positions
                 # Behind the last rows of a split the first ones fill up the batch.
                 read = batches.ordered - step * shape[0]
-                found = map(np.asarray, (losses, batch.loss_weights, positions))
+                found = map(np.asarray, (losses, batch.loss_weights, batch.positions))
                 yield summed(*(x[:read] for x in found), parts)
 
     return batches.rows, min(count * shape[0], batches.ordered), sums
@@ -190,8 +185,7 @@ def evaluate(
     if not found[1].any():
         raise ValueError(f"no token of these rows of {corpus} has a loss")
     about = {"run": config.workdir, "step": step, "corpus": corpus}
-    about |= {"split": "validation", "rows": read, "by": options.by}
-    about |= {"context_tokens": tokens}
+    about |= {"split": "validation", "rows": read, "context_tokens": tokens}
     return [about | row for row in means(found)]
 
 
@@ -200,7 +194,6 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add = parser.add_argument
     add("--corpus", type=Path, help="directory of prepare_text (default: the run's)")
     add("--batches", type=at_least(1), help="of config.data.batch_rows (default: all)")
-    add("--by", choices=BY, default="document", help="default: %(default)s")
     add("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_known_args(arguments)
 
