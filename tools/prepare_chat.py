@@ -27,24 +27,13 @@ WITHOUT = "vicuna"
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = input_parser(__doc__, "conversations")
     add = parser.add_argument
-    add(
-        "--context-tokens",
-        required=True,
-        type=at_least(2),
-        help="length of the rows that the conversations have to fit in",
-    )
-    add(
-        "--template",
-        choices=(OWN, *FORMATS),
-        help=f"how turns are written; {OWN}: as the tokenizer's own template has it "
-        f"(default: {OWN}, or {WITHOUT} where it has none)",
-    )
-    add(
-        "--too-long",
-        choices=TOO_LONG,
-        default="truncate",
-        help="conversations beyond the context (default: %(default)s)",
-    )
+    rows = "length of the rows that the conversations have to fit in"
+    turns = f"how turns are written; {OWN}: as the tokenizer's own template has it "
+    turns += f"(default: {OWN}, or {WITHOUT} where it has none)"
+    beyond = "conversations beyond the context (default: %(default)s)"
+    add("--context-tokens", required=True, type=at_least(2), help=rows)
+    add("--template", choices=(OWN, *FORMATS), help=turns)
+    add("--too-long", choices=TOO_LONG, default="truncate", help=beyond)
     return parser.parse_args(arguments)
 
 

@@ -22,11 +22,8 @@ from tools.lib.train_command import train_command
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = input_parser(__doc__, "documents")
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        help="field or column of a row that is the document (default: %(default)s)",
-    )
+    column = "field or column of a row that is the document (default: %(default)s)"
+    parser.add_argument("--text-field", default="text", help=column)
     return parser.parse_args(arguments)
 
 

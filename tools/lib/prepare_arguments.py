@@ -26,47 +26,23 @@ def input_parser(description: str | None, what: str) -> Parser:
     parser = Parser(description)
     add = parser.add_argument
     formats = f"file or directory; rows: {' '.join(FORMATS)}, and .gz or .zst"
+    tokens = '"bytes" (the default without --weights), or a path: tokenizer.json, '
+    tokens += "SentencePiece .model, or their directory"
+    tuned = "imported weights that the printed command is to fine-tune"
+    held = f"share of the {what} to hold out (default: 0.02; of few, up to 0.1)"
+    files = "files to read in a directory (default: all that are not hidden)"
+    names = "splits of a data set (default: train, and validation or else test)"
+    bad = f"rows that are not {what}; skipped ones are reported (stop)"
+    marks = f"learn markup as text though most of the {what} have it"
     add("inputs", nargs="+", type=Path, metavar="INPUT", help=formats)
     add("--output", required=True, type=Path, help="directory to write, a new one")
-    add(
-        "--tokenizer",
-        help='"bytes" (the default without --weights), or a path: tokenizer.json, '
-        "SentencePiece .model, or their directory",
-    )
-    add(
-        "--weights",
-        type=_weights,
-        default="",
-        metavar="WORKDIR",
-        help="imported weights that the printed command is to fine-tune",
-    )
-    add(
-        "--validation-fraction",
-        type=share,
-        help=f"share of the {what} to hold out (default: 0.02; of few, up to 0.1)",
-    )
-    add(
-        "--pattern",
-        default=EVERY_FILE,
-        help="files to read in a directory (default: all that are not hidden)",
-    )
-    add(
-        "--splits",
-        default="",
-        metavar="TRAIN,HELD_OUT",
-        help="splits of a data set (default: train, and validation or else test)",
-    )
-    add(
-        "--bad-rows",
-        choices=("stop", "skip"),
-        default="stop",
-        help=f"rows that are not {what}; skipped ones are reported (stop)",
-    )
-    add(
-        "--keep-markup",
-        action="store_true",
-        help=f"learn markup as text though most of the {what} have it",
-    )
+    add("--tokenizer", help=tokens)
+    add("--weights", type=_weights, default="", metavar="WORKDIR", help=tuned)
+    add("--validation-fraction", type=share, help=held)
+    add("--pattern", default=EVERY_FILE, help=files)
+    add("--splits", default="", metavar="TRAIN,HELD_OUT", help=names)
+    add("--bad-rows", choices=("stop", "skip"), default="stop", help=bad)
+    add("--keep-markup", action="store_true", help=marks)
     return parser
 
 
