@@ -28,15 +28,15 @@ FIELDS = dict(
     metrics=("tensorboard",),
     # CPU devices to simulate, for a try without accelerators; 0: the devices there are.
     simulated_devices=0,
-    # The processes of a run on many hosts; Cloud TPU, GKE, SLURM and Open MPI know them
-    # by themselves. Elsewhere: HOST:PORT of the first, how many there are, and which of
-    # them this one is, from 0.
+    # Processes of a run on many hosts. Cloud TPU, GKE, SLURM and Open MPI tell these;
+    # elsewhere: HOST:PORT of the first process, how many there are, and the number of
+    # this one, from 0.
     hosts=dict(
         coordinator="",
         count=0,
         index=-1,
-        start_seconds=300,  # that they wait for each other at the start
-        lost_seconds=100,  # that one may be silent before the others end without it
+        start_seconds=300,  # longest wait of the processes for each other at the start
+        lost_seconds=100,  # if a process is silent for this long, the others end
     ),
     # The attention system: vanilla, memory_efficient, blockwise (also the feed-forward
     # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
@@ -150,9 +150,9 @@ FIELDS = dict(
         # those of its steps, padded to it at the end.
         context_tokens=4096,
         batch_rows=8,  # rows of context_tokens in a step, over all devices
-        threads=4,  # that read ahead; 0: none
-        # Compare the files of the data with their digests at the start even where they
-        # are larger than 256 MiB, which reads them whole; smaller ones always are.
+        threads=4,  # threads that read ahead; 0: rows are read when a step needs them
+        # Compare the digests of files above 256 MiB too at the start, which reads them
+        # whole; those of smaller files are always compared.
         compare_digests=False,
     ),
     optimizer=dict(
@@ -182,8 +182,8 @@ FIELDS = dict(
     ),
     train=dict(
         steps=1000,  # updates in all; the learning rate falls until then
-        # Updates that a run that has made all its steps goes on for when it is started
-        # again, at end_lr; 0: it says that there is nothing to do.
+        # More updates, at end_lr, for a run that is complete and started again; 0: it
+        # says that there is nothing to do.
         extra_steps=0,
         microbatches=1,  # parts of a batch whose gradients are added up for the update
         log_every_steps=10,
@@ -194,22 +194,24 @@ FIELDS = dict(
     # Steps to trace for xprof, as in "10-12", beside the curves; "": none.
     profile="",
     guard=dict(
-        # Updates whose loss or gradients are not finite are skipped. Also skip those
-        # whose loss is above the mean of the last 128 by this many standard deviations
-        # (6, say); 0: none.
+        # Updates whose loss or gradients are not finite are always skipped. Also skip
+        # those whose loss is this many standard deviations (6, say) above the mean of
+        # the last 128; 0: no others.
         spike_sigmas=0.0,
         stop_after=10,  # skipped updates in a row that end the run
         # Compute a skipped step twice more, to separate hardware faults from those of
         # the data; the run then waits for every step, and needs deterministic kernels.
         replay=False,
-        # A run that makes no step for so long ends, with the stacks of its threads:
-        # while it restores, compiles, validates, saves or makes its first two steps;
-        # and later, where 10 times its longest step may pass too. 0: for ever.
+        # A run without progress for this long ends, with the stacks of its threads. The
+        # first limit holds while it restores, compiles, validates, saves or makes its
+        # first two steps; later the second, or 10 times its longest step if that is
+        # longer. 0: no limit.
         first_step_seconds=14400.0,
         step_seconds=1800.0,
     ),
     checkpoint=dict(
-        # And after the last step, and at SIGTERM; 0: nothing is saved.
+        # Steps between checkpoints; the last step and SIGTERM save one too. 0: nothing
+        # is saved.
         save_every_steps=100,
         keep=3,  # newest checkpoints that stay on disk
     ),

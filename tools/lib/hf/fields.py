@@ -1,9 +1,9 @@
 """Families of published models, and every field of their config.json that is known.
 
-Models are made from it, or it may have one value only, or it is harmless.
+A field shapes the model, may have one value only, or changes nothing.
 
-A field that is not here is refused, as is one that the family has no use for and that
-asks for something. transformers would pass over both.
+Fields that are not here are refused, as are fields of other families whose value would
+change the model. transformers would pass over both.
 """
 
 import dataclasses
