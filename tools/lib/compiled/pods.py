@@ -320,15 +320,16 @@ def aot_pod(name: str) -> Pod:
       ValueError: there is no such topology; the message lists those there are.
       ModuleNotFoundError: the compiler for it is not installed.
     """
-    known = known_topologies()
+    known, asked = known_topologies(), name
     if cloud := CLOUD_NAMES.fullmatch(name):
-        chip, size = cloud[1].replace("v5litepod", "v5e"), int(cloud[2])
-        size = -(-size // 2) if chip in ("v4", "v5p") else size
-        if size <= PODS[chip].most_chips * PODS[chip].devices_per_chip:
-            name = f"{chip}:{'x'.join(map(str, PODS[chip].grow(size)))}"
+        chip = cloud[1].replace("v5litepod", "v5e")
+        cores = 2 if chip in ("v4", "v5p") else PODS[chip].devices_per_chip
+        shapes = (one.partition(":")[2].split("x") for one in known[chip])
+        sizes = {cores * math.prod(map(int, shape)): shape for shape in shapes}
+        name = f"{chip}:{'x'.join(sizes.get(int(cloud[2]), []))}"
     chip, _, shape = name.partition(":")
     names = ", ".join(known.get(chip) or sum(known.values(), []))
-    refusal = f"topology={name!r} must be a topology: known are {names}"
+    refusal = f"topology={asked!r} must be one of {names}"
     if chip not in known or re.fullmatch(r"\d+(x\d+)+", shape) is None:
         raise ValueError(refusal)
     if chip in GPUS:
