@@ -32,7 +32,6 @@ from training.profiler import Profiler
 from training.sinks import NAMES as SINKS
 
 LEAST = {
-    "attention_parts": 1,
     "loss_chunk_tokens": 0,
     "feed_forward_chunk_tokens": 0,
     "simulated_devices": 0,

@@ -5,7 +5,6 @@ in parts. What needs no devices stands in `tasks/systems.py`; besides `train.py`
 tools and `tasks`, no module reads a config.
 """
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from kernels.compiler import compiler_options
 from kernels.layouts import Layout, Striped, padded_length
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
-from models.abstract import Model
 from models.memory import Execution, Kept
 from tasks import corpora
 from tasks.config_errors import names_fields
@@ -41,7 +39,6 @@ from tasks.systems import (
 )
 from training import chips
 from training.mesh import Partition
-from training.metrics import StepWork
 from training.optimizer import make_optimizer
 from training.overlap import parameter_options
 from training.step import Counts, LossFunction, TrainState, make_train_step
@@ -77,11 +74,19 @@ class Data:
 
 
 @dataclass(frozen=True, eq=False)
-class Run(abc.ABC):
+class Run:
     """A config on a mesh, and what it makes; each thing is made when first asked for.
 
-    A task adds model, losses and data. Whatever is wrong with the config raises
-    ValueError, with its fields named as in the config.
+    Whatever is wrong with the config raises ValueError, with its fields named as in the
+    config. A task adds these (see `tasks/text.py`):
+
+    sizes: of the model, and its parts. model: a `Model`, without parameters.
+    batch_like: shape, type and sharding of a batch's arrays.
+    objective: the training loss, an `Objective`. held_out: the validation loss: the
+      same, or its parts.
+    work(tokens, pairs): `StepWork`, from a step's tokens and visible pairs.
+    open_data(): reads the `Data` that the config names; raises FileNotFoundError or
+      ValueError where they are missing, or do not fit the config.
     """
 
     config: ConfigDict
@@ -268,44 +273,7 @@ class Run(abc.ABC):
         ring = self.partition.ring_size
         return corpora.reads_few_shards(self.config, self.layout, ring, longest)
 
-    # The model and its losses, of the task.
-
-    @functools.cached_property
-    @abc.abstractmethod
-    def sizes(self) -> Any:
-        """Sizes and parts of the model."""
-
-    @functools.cached_property
-    @abc.abstractmethod
-    def model(self) -> Model:
-        """The model, without parameters."""
-
-    @property
-    @abc.abstractmethod
-    def batch_like(self) -> Any:
-        """Shape, type and sharding of a batch's arrays."""
-
-    @property
-    @abc.abstractmethod
-    def objective(self) -> Objective:
-        """The training loss."""
-
-    @property
-    @abc.abstractmethod
-    def held_out(self) -> Objective:
-        """The validation loss: the training loss, or its parts."""
-
-    @abc.abstractmethod
-    def work(self, tokens: float, pairs: float) -> StepWork:
-        """Returns the work of a step, from its tokens and visible pairs."""
-
-    @abc.abstractmethod
-    def open_data(self) -> Data:
-        """Reads the data that the config names.
-
-        Raises:
-          FileNotFoundError, ValueError: they are missing, or do not fit the config.
-        """
+    # The model, and the training step.
 
     @property
     def num_parameters(self) -> int:
@@ -317,8 +285,6 @@ class Run(abc.ABC):
     def num_trained(self) -> int:
         """Number of those that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.model.shapes))
-
-    # The training step.
 
     @functools.cached_property
     def _optimizer(self) -> tuple[Optimizer, Callable[[int], jax.Array]]:
