@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -90,7 +91,7 @@ def generator(
         compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
     )
 
-    def place(x: np.ndarray) -> jax.Array:
+    def place(x: np.ndarray) -> Array:
         sharding = partition.sharding(("batch", "sequence"), x.shape)
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
@@ -132,8 +133,8 @@ def _programs(run: TextRun, sampling: Sampling) -> tuple[Callable, Callable]:
     ring, mask = run.attention, run.mask
 
     def draw(
-        parameters: Any, hidden: jax.Array, index: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        parameters: Any, hidden: Array, index: Array, seed: Array
+    ) -> tuple[Array, Array]:
         """Returns the tokens behind the rows' last ones, and their index: (B, 1)."""
         last = last_of_rows(hidden, index)
         following = jnp.where(index == EMPTY, -1, index).max(axis=1) + 1
@@ -143,12 +144,8 @@ def _programs(run: TextRun, sampling: Sampling) -> tuple[Callable, Callable]:
         return drawn[:, None], following[:, None]
 
     def prefill(
-        parameters: Any,
-        cache: Cache,
-        tokens: jax.Array,
-        index: jax.Array,
-        seed: jax.Array,
-    ) -> tuple[Cache, jax.Array, jax.Array]:
+        parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
+    ) -> tuple[Cache, Array, Array]:
         lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
         prompts = mask.of_prompts(lengths[:, None])
         visible = prompts & masks.padding(lengths[:, None])
@@ -159,12 +156,8 @@ def _programs(run: TextRun, sampling: Sampling) -> tuple[Callable, Callable]:
         return cache, *draw(parameters, hidden, index, seed)
 
     def step(
-        parameters: Any,
-        cache: Cache,
-        tokens: jax.Array,
-        index: jax.Array,
-        seed: jax.Array,
-    ) -> tuple[Cache, jax.Array, jax.Array]:
+        parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
+    ) -> tuple[Cache, Array, Array]:
         llama = nnx.merge(few_tokens, parameters)
         x = llama.embed(tokens)
         hidden, cache = caches.append(llama, x, index, cache, operations, mask.window)
