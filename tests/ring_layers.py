@@ -54,7 +54,7 @@ def striped_attention(
     """Causal attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
 
     mesh: of one axis, "ring", of N devices.
-    backend: the module itself: by its name, tests get it interpreted.
+    backend: the backend itself: by its name, tests get it interpreted.
     tokens: of each device.
     """
     length = mesh.size * tokens

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from ..device import device_kind
 from . import blockwise, reference
 from .hopper import launch as hopper_launch
-from .hopper.launch import Launch
 from .steps import Launched
 from .tpu import launch as tpu_launch
 from .triton_gpu import launch as triton_launch
@@ -30,10 +29,12 @@ class Backend(Protocol):
 IMPLEMENTATIONS: Mapping[str, Backend] = {
     "reference": reference,
     "blockwise": blockwise,
-    "pallas_tpu": tpu_launch,
-    "hopper": hopper_launch,
-    "hopper_deterministic": Launched(Launch(is_deterministic=True), hopper_launch),
-    "triton": triton_launch,
+    "pallas_tpu": Launched(tpu_launch.Launch(), tpu_launch),
+    "hopper": Launched(hopper_launch.Launch(), hopper_launch),
+    "hopper_deterministic": Launched(
+        hopper_launch.Launch(is_deterministic=True), hopper_launch
+    ),
+    "triton": Launched(triton_launch.Launch(), triton_launch),
 }
 
 

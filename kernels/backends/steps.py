@@ -5,7 +5,6 @@ the methods of `PlainForward` and `PlainBackward`: then what depends on queries 
 bounds alone is computed once a ring, before its loop.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,36 +93,12 @@ class PlainBackward:
         return self.backend.backward(*operands, dq=dq, dkv=dkv, **self.scores)
 
 
-def forward_of(make: Callable) -> Callable:
-    """Returns a backend's `forward`, as `reference` documents it: one of its steps.
-
-    make: the backend's `forward_steps`, which may have more options than `reference`.
-    """
-
-    def forward(q, k, v, k_start, k_end, *, carry=None, **options):
-        steps = make(q, k, Visible(k_start, k_end), **options)
-        start = None if carry is None else steps.begin(carry)
-        return steps.finish(steps.attend(k, v, steps.prepare(k_start, k_end), start))
-
-    return forward
-
-
-def backward_of(make: Callable) -> Callable:
-    """Returns a backend's `backward`; make: its `backward_steps`: see `forward_of`."""
-
-    def backward(q, k, v, *rows, dq, dkv=None, **options):
-        *rows, k_start, k_end = rows
-        steps = make((q, *rows), k, Visible(k_start, k_end), **options)
-        return steps.add(k, v, steps.prepare(k_start, k_end), dq, dkv)
-
-    return backward
-
-
 @dataclass(frozen=True)
 class Launched:
-    """A backend whose kernels have a launch of their own: a chip, blocks, an order.
+    """A backend of kernels, whose `forward` and `backward` are one of its steps.
 
-    kernels: the backend, of `forward_steps` and `backward_steps`.
+    launch: chip, blocks and the like, an option of these functions. kernels: the
+      module of `forward_steps` and `backward_steps`.
     """
 
     launch: Any
@@ -135,13 +110,34 @@ class Launched:
     def backward_steps(self, *operands: Any, **options: Any) -> Any:
         return self.kernels.backward_steps(*operands, launch=self.launch, **options)
 
-    @property
-    def forward(self) -> Callable:
-        return forward_of(self.forward_steps)
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *bounds: jax.Array,
+        carry: Partial | None = None,
+        **options: Any,
+    ) -> Partial:
+        """Attends from every query to the keys [k_start, k_end): see `reference`."""
+        steps = self.forward_steps(q, k, Visible(*bounds), **options)
+        start = None if carry is None else steps.begin(carry)
+        return steps.finish(steps.attend(k, v, steps.prepare(*bounds), start))
 
-    @property
-    def backward(self) -> Callable:
-        return backward_of(self.backward_steps)
+    def backward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *rows: jax.Array,
+        dq: jax.Array,
+        dkv: tuple[jax.Array, jax.Array] | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of the attention to these keys: see `reference`."""
+        (do, lse, delta), visible = rows[:3], Visible(*rows[3:])
+        steps = self.backward_steps((q, do, lse, delta), k, visible, **options)
+        return steps.add(k, v, steps.prepare(*visible), dq, dkv)
 
 
 def forward_steps(

@@ -14,10 +14,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels import backends
-from kernels.backends import blockwise
+from kernels.backends import IMPLEMENTATIONS, blockwise
 from kernels.backends.block_sizes import BlockSizes
 from kernels.backends.hopper import launch as hopper
-from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.triton_gpu import launch as triton_gpu
 from tests.kernels.backend_suite import (
     BackendSuite,
@@ -149,7 +148,10 @@ class TestTpu(BackendSuite):
             passes=("forward",),
         ),
         "no TPU": Refusal(
-            NotImplementedError, "needs a TPU.*name another", F32, backend=pallas_tpu
+            NotImplementedError,
+            "needs a TPU.*name another",
+            F32,
+            backend=IMPLEMENTATIONS["pallas_tpu"],
         ),
     }
 
@@ -242,7 +244,9 @@ class TestHopper(BackendSuite):
             head_dim=257,
         ),
         "no Hopper GPU": Refusal(
-            NotImplementedError, "needs an H100 or H200.*'cpu'", backend=hopper
+            NotImplementedError,
+            "needs an H100 or H200.*'cpu'",
+            backend=IMPLEMENTATIONS["hopper"],
         ),
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from kernels.backends.hopper import launch as hopper
+from kernels.backends import IMPLEMENTATIONS
 from tests.ring_layers import (
     compile_without_bodies,
     compiled_gradients,
@@ -24,6 +24,7 @@ from tools.lib.compiled.pods import gpu_devices
 pytestmark = pytest.mark.thorough
 
 LENGTH = 1024
+BACKEND = IMPLEMENTATIONS["hopper"]
 
 
 def described_mesh(ring_size: int) -> Mesh:
@@ -32,7 +33,7 @@ def described_mesh(ring_size: int) -> Mesh:
 
 @functools.cache
 def compiled_ring(ring_size: int) -> jax.stages.Compiled:
-    return compiled_gradients(described_mesh(ring_size), hopper, LENGTH)
+    return compiled_gradients(described_mesh(ring_size), BACKEND, LENGTH)
 
 
 @pytest.mark.parametrize("ring_size", [4, pytest.param(8, marks=pytest.mark.slow)])
@@ -49,7 +50,7 @@ def test_every_transfer_overlaps_the_kernel_of_its_step(ring_size):
 
 def test_the_backward_of_a_layer_does_not_run_the_forward_ring_again():
     mesh = described_mesh(2)
-    gradient, inputs = layers_gradient(mesh, hopper, LENGTH)
+    gradient, inputs = layers_gradient(mesh, BACKEND, LENGTH)
     program = compile_without_bodies(mesh, gradient, *inputs).as_text()
     orders = Program.parse(program, 2).orders()
     assert sorted(orders) == ["sBd" * 3, "sFdF"]
@@ -58,7 +59,7 @@ def test_the_backward_of_a_layer_does_not_run_the_forward_ring_again():
 def test_a_step_of_a_ring_in_a_loop_runs_few_instructions_beside_its_kernels():
     """Slices of tables, and the addition of dk and dv."""
     mesh = described_mesh(32)
-    gradient, inputs = layers_gradient(mesh, hopper, LENGTH)
+    gradient, inputs = layers_gradient(mesh, BACKEND, LENGTH)
     text = compile_without_bodies(mesh, gradient, *inputs).as_text()
     # At 82d0029 each step of the backward found its live tiles: 12 of them.
     assert 4 <= small_instructions(text, 32) <= 7

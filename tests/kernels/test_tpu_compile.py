@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
-from kernels.backends.tpu import launch as pallas_tpu
+from kernels.backends import IMPLEMENTATIONS
 from kernels.compiler import compiler_options
 from kernels.device import rings_both_ways
 from kernels.layouts import Striped
@@ -40,6 +40,7 @@ from tools.lib.compiled.pods import compile_for, tpu_devices
 
 CHIPS = "v4", "v5e", "v5p", "v6e"
 LENGTHS = 1024, 4096, 32768, 131072
+BACKEND = IMPLEMENTATIONS["pallas_tpu"]
 TOKENS = 2048
 """Tokens of a device: two tiles, so that heads first differs from tokens first."""
 
@@ -48,7 +49,7 @@ def compiled_step(chip: str, direction: str, case: StepCase, dtype: jnp.dtype) -
     """Returns the scheduled program of one attention step on one device."""
     mesh = Mesh(np.array(tpu_devices(chip)[:1]), ("device",))
     options = {"scale": 0.1, "sizes": None, "soft_cap": case.soft_cap}
-    program = functools.partial(PASSES[direction], pallas_tpu, **options)
+    program = functools.partial(PASSES[direction], BACKEND, **options)
     step = case.abstract(dtype)
     return compile_for(mesh, lambda step: program(step=step), step).as_text()
 
@@ -87,7 +88,7 @@ def compiled_layers(
     kind = mesh.devices.flat[0].device_kind
     around = both_ways(ring_size) if rings_both_ways(kind) else ()
     route = AllShards(walks or around)
-    gradient, inputs = layers_gradient(mesh, pallas_tpu, length, route=route, **sizes)
+    gradient, inputs = layers_gradient(mesh, BACKEND, length, route=route, **sizes)
     program = jax.jit(gradient, compiler_options=compiler_options(kind))
     return compile_without_bodies(mesh, program, *inputs).as_text()
 
@@ -203,7 +204,7 @@ def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
 def test_keys_in_another_order_are_reordered_once(head_dim):
     """As RoPE leaves them, and padded to whole lanes: q, k, v, and what comes out."""
     mesh = Mesh(ring_along(np.array(tpu_devices("v5e", 4)[:4]), 0), ("ring",))
-    attend = striped_attention(mesh, pallas_tpu, TOKENS)
+    attend = striped_attention(mesh, BACKEND, TOKENS)
     tokens_last = Layout(major_to_minor=(0, 2, 3, 1))
 
     def attend_to_tokens_last(*operands):

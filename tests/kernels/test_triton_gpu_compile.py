@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from kernels.backends import IMPLEMENTATIONS
 from kernels.backends.triton_gpu import launch as triton_gpu
 from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.backends.triton_gpu.launch import Launch
@@ -125,7 +126,7 @@ def test_spills_and_tiles_that_are_too_large_are_seen():
 def test_a_described_gpu_is_compiled_for_through_jax():
     """As on a GPU that is there, its capability is not told. Nothing is copied."""
     mesh = Mesh(np.array(gpu_devices("h200")), ("device",))
-    both = functools.partial(run, triton_gpu, 0.1, None)
+    both = functools.partial(run, IMPLEMENTATIONS["triton"], 0.1, None)
     program = compile_for(mesh, both, step(128).abstract(jnp.bfloat16)).as_text()
     calls = re.findall(r"custom-call\(.*triton_kernel_call.*flash_(\w+)/", program)
     assert sorted(calls) == sorted(KERNELS)
@@ -143,7 +144,7 @@ def schedule(program: str) -> str:
 @pytest.mark.quick
 def test_transfers_of_a_ring_hide_behind_its_kernels():
     mesh = Mesh(np.array(gpu_devices("h200", 4)), ("ring",))
-    program = compiled_gradients(mesh, triton_gpu, 1024).as_text()
+    program = compiled_gradients(mesh, IMPLEMENTATIONS["triton"], 1024).as_text()
     # Forward, then backward with dk and dv one step behind, and local queries in two
     # halves. Its first transfer XLA does not repeat: forward has made the same.
     assert schedule(program) == "sFd" * 3 + "F" + "KQ" + "sKQd" * 4

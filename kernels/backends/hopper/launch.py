@@ -1,4 +1,4 @@
-"""Launches the Hopper (H100, H200) kernels behind `reference`'s signature.
+"""Launches the Hopper (H100, H200) kernels, steps of which `backends.steps` describes.
 
 Pads queries to whole tiles and counts in XLA which tiles are live (see `tile_ranges`),
 once a ring, and runs the kernels of `forward`, `backward` and `backward_dq`.
@@ -21,7 +21,7 @@ from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E, exponent_factors, forward_factors
 from ..block_sizes import BlockSizes
-from ..steps import Rows, backward_of, forward_of
+from ..steps import Rows
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
@@ -266,9 +266,6 @@ def backward_steps(
         rows=(lse, delta),
         lse_delta=_stacked((lse, delta), key_tile.block_q),
     )
-
-
-forward, backward = forward_of(forward_steps), backward_of(backward_steps)
 
 
 def _exponents(lse: jax.Array, soft_cap: float | None) -> jax.Array:

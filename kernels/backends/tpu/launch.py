@@ -1,4 +1,4 @@
-"""Flash attention on a TPU: the kernels behind the signature of `reference`.
+"""Flash attention on a TPU: the kernels, steps of which `backends.steps` describes.
 
 Splits the operands into tiles (`tile_layout`), computes in XLA which tiles are live,
 from the intervals of keys that queries attend to, and runs the kernels of `forward`
@@ -16,7 +16,7 @@ from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E
 from ..block_sizes import BlockSizes
-from ..steps import Rows, backward_of, forward_of
+from ..steps import Rows
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import forward as forward_kernel
@@ -217,9 +217,6 @@ def backward_steps(
         lse_delta=jnp.stack((lse, delta), 3),
         is_dq_resident=is_dq_resident,
     )
-
-
-forward, backward = forward_of(forward_steps), backward_of(backward_steps)
 
 
 def _checked(

@@ -1,5 +1,5 @@
-"""Flash attention on GPUs before and beside Hopper: Triton kernels behind the signature
-of `reference`.
+"""Flash attention on GPUs before and beside Hopper: Triton kernels, a step of which
+`backends.steps` describes.
 
 Measures a problem, counts the live tiles of its intervals in XLA, once a ring, and
 launches the kernels of `kernels` through jax-triton. Both are imported when a step is
@@ -298,10 +298,6 @@ def backward_steps(
     names = "backward_dkv", "backward_dq"
     kernels = _kernels(launch, names, problem, block_sizes)
     return Backward(*kernels, *_widened(q, do), (lse, delta))
-
-
-forward = steps.forward_of(forward_steps)
-backward = steps.backward_of(backward_steps)
 
 
 def _kernels(

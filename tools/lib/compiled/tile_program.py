@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.steps import Launched
 from kernels.backends.tpu import launch
 from kernels.backends.tpu.block_sizes import TpuBlocks
 from tools.lib.compiled.pods import compile_for, tpu_devices
@@ -91,16 +92,16 @@ def make_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
         "scale": tile.head_dim**-0.5,
         "soft_cap": tile.soft_cap,
         "block_sizes": None if blocks else sizes,
-        "launch": launch.Launch(blocks=blocks),
     }
+    backend = Launched(launch.Launch(blocks=blocks), launch)
     if tile.direction == "forward":
         return Program(
-            lambda *operands: launch.forward(*operands, **options),
+            lambda *operands: backend.forward(*operands, **options),
             (q, k, k, bound, bound),
             ("flash_forward",),
         )
     return Program(
-        lambda *operands: launch.backward(*operands[:8], **options, dq=operands[8]),
+        lambda *operands: backend.backward(*operands[:8], **options, dq=operands[8]),
         (q, k, k, q, row, row, bound, bound, dq),
         ("flash_backward",),
     )
