@@ -102,7 +102,7 @@ def test_right_answers_score_100_in_the_table_and_in_the_rows(
     shown = capsys.readouterr().out
     assert "average                100.0*       0.0\n" in shown
     assert (
-        "2 tasks (RULER's table has 13): average 50.0, weighted to long 33.3" in shown
+        "tasks: 2 (RULER's table has 13); average 50.0, weighted to long 33.3" in shown
     )
     rows = json.loads((evaluated / "scores.json").read_text())["rows"]
     found = [(row["length"], row["score"], row["nulls"]) for row in rows]

@@ -116,7 +116,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{name:<18}{''.join(f'{text:>11}' for text in row)}".rstrip()
                 for name, row in texts.items()
             ),
-            f"{tasks} tasks (RULER's table has {PUBLISHED_TASKS}): average "
+            f"tasks: {tasks} (RULER's table has {PUBLISHED_TASKS}); average "
             f"{found['average']:.1f}, weighted to long "
             f"{found['weighted_to_long']:.1f}, to short "
             f"{found['weighted_to_short']:.1f}",
