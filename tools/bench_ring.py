@@ -25,9 +25,8 @@ The output is a JSON list of rows. Keys: the fields of `Environment` and `times`
 - implementation and layout; block_q and block_k of the tiles that are counted;
 - tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
   the devices' peak (null on an unknown chip, or if not in bfloat16);
-- tiles of each device in each ring step, tiles_total of all of them,
-  tiles_critical_path of the slowest device of each step, tiles_bound (visible pairs,
-  evenly spread) and bound_share (bound / path);
+- tiles_total over devices and ring steps, tiles_critical_path (of the slowest device of
+  each step), tiles_bound (visible pairs, evenly spread) and bound_share (bound / path);
 - error_out, error_dq, error_dk and error_dv against the reference in float64, relative
   to its norm, measured in this run with error_length tokens;
 - with --simulate: direction, seconds (by step, of each device: medians), seconds_path,
@@ -87,7 +86,8 @@ LONGEST_CHECKED = 8192
 
 def _tiles(problem: Problem, layout: str) -> dict[str, Any]:
     given = rings.LAYOUTS[layout], problem.ring_size, problem.visible
-    return count_tiles(*given, BlockSizes(TILE, TILE))
+    found = count_tiles(*given, BlockSizes(TILE, TILE))
+    return {name: count for name, count in found.items() if name != "tiles"}
 
 
 def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -162,7 +162,7 @@ def test_batches_are_filled_up_and_texts_end_where_nothing_follows():
     assert texts == ["x2", "y"]
 
 
-@pytest.mark.thorough
+@pytest.mark.quick
 def test_lines_have_scores_and_a_map_by_depth(ask, tmp_path, monkeypatch):
     """Answers are right but at the last depth; a text goes on behind the line's end."""
     lines = "ruler --tasks lines --form compact --lengths 62,64 --samples 7"
@@ -183,7 +183,10 @@ def test_lines_have_scores_and_a_map_by_depth(ask, tmp_path, monkeypatch):
         (64, depths),
     ]
     assert [row["score"] for row in rows] == 2 * [85.71]
-    # Room for texts that are longer than the right answer.
+    # Lengths are those of the right answers, and longer ones have room.
+    for name, written in predictions(tmp_path / "out").items():
+        sizes = [json.loads(line)["length"] for line in written.splitlines()]
+        assert int(name[:2]) - 5 < min(sizes) <= max(sizes) <= int(name[:2])
     assert all(row["cache_bytes"] >= 80 // 4 * (2 * 2 * 2 * 8 * 4) for row in rows)
 
 
