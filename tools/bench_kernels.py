@@ -92,7 +92,7 @@ def measure(
     Raises:
       ValueError: none of them does.
     """
-    print(f"\n{problem}", flush=True)
+    print(f"\n{problem.heads} heads, keys and values {problem.kv_heads}", flush=True)
     environment = Environment.of(jax.devices()[:1])
     operands = problem.draw()
     entries = {}
@@ -138,7 +138,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     types = "bfloat16", "float16", "float32"
     add("--dtypes", default=["bfloat16"], nargs="+", choices=types)
     known = *backends.IMPLEMENTATIONS, *PEERS
-    add("--contestants", nargs="+", choices=known)
+    names = f"of {', '.join(known)} (default: those of the device)"
+    add("--contestants", nargs="+", choices=known, metavar="NAME", help=names)
     for name in ("--heads", "--kv-heads"):
         add(name, default=16, type=at_least(1))
     add("--repeats", default=5, type=at_least(1))

@@ -168,8 +168,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     layouts = list(rings.LAYOUTS)
     add("--layouts", default=layouts, nargs="+", choices=layouts)
     known = tuple(IMPLEMENTATIONS)
-    words = {"help": "default: the best of the device"}
-    parser.add_argument("--implementations", nargs="+", choices=known, **words)
+    words = {"help": f"of {', '.join(known)} (default: the best of the device)"}
+    add("--implementations", nargs="+", choices=known, metavar="NAME", **words)
     add("--chunks", default=[128, 256, 512], nargs="+", type=at_least(1))
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--simulate", action="store_true", help="step by step")
