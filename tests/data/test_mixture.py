@@ -127,9 +127,14 @@ def test_corpora_of_unlike_tokenizers_are_refused(tmp_path):
         spec = str(make_hugging_face(path, names.split())) if names else "bytes"
         prepare([tmp_path / "a.txt"], output, open_tokenizer(spec))
         corpora.append(TokenFile.open(output, "train"))
+    begins = '{"add_bos_token": true, "bos_token": "<s>"}'
+    (tmp_path / "tokenizer_config.json").write_text(begins)
+    prepare([tmp_path / "a.txt"], tmp_path / "5", open_tokenizer(f"{tmp_path}/1.json"))
+    corpora.append(TokenFile.open(tmp_path / "5", "train"))
     check_alike([corpora[1], corpora[4]])
     check_alike([corpora[0], corpora[0]])
-    for one, other, what in (0, 1, "vocabulary"), (1, 2, "vocab"), (1, 3, "tokenizer"):
+    unlike = (0, 1, "vocabulary"), (1, 2, "vocab"), (1, 3, "tokenizer"), (1, 5, "begin")
+    for one, other, what in unlike:
         found = corpora[one], corpora[other]
         with pytest.raises(ValueError, match=f"differ in their {what}.*the same tok"):
             check_alike(found)
