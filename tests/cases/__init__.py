@@ -26,6 +26,7 @@ def table(name: str, kind: str) -> list[tuple]:
     """Returns a kind's cases: values as in Python, and behind an arrow what is said."""
     found = (line.split(" ", 1) for line in lines(name))
     rows = [rest.split(" => ", 1) for before, rest in found if before == kind]
+    assert rows or kind.startswith("slow-"), f"{name} has no case of {kind}"
     return [(*eval(f"({values},)", NUMBERS), *said) for values, *said in rows]
 
 

@@ -82,6 +82,7 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
         "binary.bin": b"ab\0cd",
         "empty.txt": "",
         "rows_of_no_text.csv": "a,a\n1,2\n",
+        "rows.csv": "text,a\nrow,2\n",
         "lines.jsonl": '{"text": ""}\n\n{"text": "line"}\n',
         ".hidden/secret.txt": "hidden",
     }
@@ -91,7 +92,7 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
     assert summary.skipped.counts == reasons
     assert f"UTF-8 text; first {source / 'binary.bin'}\n" in str(summary)
     texts = sorted(sum(read_both(tmp_path / "out"), []))
-    assert texts == ["a,a\n1,2\n", "good", "line"]
+    assert texts == ["a,a\n1,2\n", "good", "line", "row"]
 
 
 @pytest.mark.parametrize("name, value, match", table("data.txt", "prepare"))
