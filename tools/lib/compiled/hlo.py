@@ -112,6 +112,11 @@ class Program:
         is_known = bound is not None and bound.opcode == "constant"
         return int(bound.rest.partition(")")[0]) if is_known else None
 
+    def times(self, instruction: Instruction) -> int:
+        """Returns how often what it calls runs: once where trips are unknown."""
+        trips = self.trips(instruction) if instruction.kind == "loop" else 1
+        return 1 if trips is None else trips
+
     @functools.cached_property
     def runs(self) -> dict[str, int]:
         """Number of runs of each computation in a run of the program.
@@ -123,12 +128,8 @@ class Program:
         def visit(name: str, times: int) -> None:
             found[name] += times
             for instruction in self.computations.get(name, ()):
-                trips = 1
-                if instruction.kind == "loop":
-                    trips = self.trips(instruction)
-                    trips = 1 if trips is None else trips
                 for called in instruction.called:
-                    visit(called, times * trips)
+                    visit(called, times * self.times(instruction))
 
         visit(self.entry, 1)
         return dict(found)

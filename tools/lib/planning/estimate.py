@@ -18,6 +18,17 @@ from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source
 from tools.lib.planning.roofline import Roofline
 from training.chips import Chip
 
+PARTS = {
+    "attention": ("A", "attention kernels"),
+    "products": ("P", "matrix products"),
+    "recomputed": ("R", "matrix products, recomputed"),
+    "elementwise": ("E", "element-wise work and copies"),
+    "small": ("s", "small instructions"),
+    "ring_waits": ("w", "waits: the ring's transfers"),
+    "other_waits": ("c", "waits: other collectives"),
+}
+"""Fields of an estimate that add up to a step: letter of a bar, and name."""
+
 LINKS = {"TPU v5p": (4.55e-6, 86.3e9), "TPU v6e": (2.29e-6, 86.8e9)}
 """Seconds before the first byte, and bytes a second of a link: `lax.ppermute` as others
 measured it on v5p-8 and v6e-8 (marin-community/marin#6736, June 2026)."""
@@ -124,15 +135,9 @@ class Estimate:
     assumptions: tuple[str, ...]
 
     @property
-    def exposed(self) -> float:
-        """Seconds of exposed communication."""
-        return self.ring_waits + self.other_waits
-
-    @property
     def step(self) -> float:
         """Seconds of the whole step."""
-        computed = self.products + self.recomputed + self.elementwise + self.small
-        return self.attention + computed + self.exposed
+        return sum(getattr(self, part) for part in PARTS)
 
 
 def ring_passes(

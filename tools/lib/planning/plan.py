@@ -161,8 +161,7 @@ class Plan:
         row["environment"] = dataclasses.asdict(here)
         row["memory"]["spare_share"] = self.memory.spare_share
         for name in ("estimate", "at_cycles"):
-            found = getattr(self, name)
-            row[name] |= {"exposed": found.exposed, "step": found.step}
+            row[name]["step"] = getattr(self, name).step
         return row
 
     @classmethod

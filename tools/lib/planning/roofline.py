@@ -113,7 +113,8 @@ class Roofline:
         computation, total = self._computations[name], Work()
         copies: dict[str, float] = {}  # seconds of the memory that they still need
         started: dict[str, float] = {}
-        trips = self._trips(name)
+        calls = self._program.computations[name]
+        trips = {one.name: self._program.times(one) for one in calls}
         for operation in computation.operations.values():
             first = next(iter(operation.operands), "")
             if operation.opcode in COPIES:
@@ -140,12 +141,6 @@ class Roofline:
                 work += Work(memory=taken)
             total += work
         return total
-
-    def _trips(self, name: str) -> dict[str, int]:
-        """Returns the trips of a computation's loops; 1 where they are unknown."""
-        loops = (i for i in self._program.computations[name] if i.kind == "loop")
-        found = {loop.name: self._program.trips(loop) for loop in loops}
-        return {name: 1 if trips is None else trips for name, trips in found.items()}
 
     def _work(self, computation: Computation, operation: Operation) -> Work:
         """Returns the work of an operation that calls no computation but a fusion's."""

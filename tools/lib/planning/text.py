@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
-from tools.lib.planning.estimate import Estimate, bytes_per_second
+from tools.lib.planning.estimate import PARTS, Estimate, bytes_per_second
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
 from tools.lib.planning.step import SPARE_SHARE
@@ -27,17 +27,6 @@ LEGEND = (
     "  kernel or a product runs between start and end, of the ring's all kernels of a",
     "  step; what outlasts its kernel is waited for, and in the estimate below.",
 )
-
-PARTS = {
-    "attention": ("A", "attention kernels"),
-    "products": ("P", "matrix products"),
-    "recomputed": ("R", "matrix products, recomputed"),
-    "elementwise": ("E", "element-wise work and copies"),
-    "small": ("s", "small instructions"),
-    "ring_waits": ("w", "waits: the ring's transfers"),
-    "other_waits": ("c", "waits: other collectives"),
-}
-"""Letter of a bar and name of each part of an estimate."""
 
 BAR = 72
 """Letters of the longest bar."""
