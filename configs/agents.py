@@ -53,9 +53,11 @@ def get_config() -> ml_collections.ConfigDict:
 
     # Directory made by tools/pack_exorl.py or make_dark_room.py.
     config.data.trajectories = ""
-    # Share of its episodes that are held out for validation; then, the share of the
-    # steps that is trained on, of the episodes of the highest returns.
+    # Share of its worlds (of one world, of its episodes) that are held out, a half for
+    # validation and a half for the test, and the seed that draws them; then, the share
+    # of the steps that is trained on, of the episodes of the highest returns.
     config.data.held_out_share = 0.05
+    config.data.split_seed = 0
     config.data.top_share = 1.0
     # Order of a chain's episodes: "ascending" by return, randomly "drawn", "learnt", in
     # the order of a learner's history, or "ranked", as if by return were that order.

@@ -45,7 +45,7 @@ def get_config(trajectories: str = "32") -> ml_collections.ConfigDict:
     config.data.context_tokens = 4 * STEPS * int(trajectories)
     config.data.batch_rows = 1
     # Of a million steps, 1000 episodes: as many as a chain has, and more.
-    config.data.held_out_share = 0.15
+    config.data.held_out_share = 0.3
 
     config.optimizer.peak_lr = 1e-4
     config.optimizer.end_lr = 1e-5

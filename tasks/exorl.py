@@ -39,6 +39,7 @@ from training.step import Counts, mean_pairs
 DATA_FIELDS = (
     "trajectories",
     "held_out_share",
+    "split_seed",
     "top_share",
     "chain_order",
     "latest_begin",

@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 
 from data.agents import trajectory_file
-from data.agents.chains import hold_out
+from data.agents.chains import split_episodes
 from data.agents.trajectory_file import TrajectoryFile, top_episodes
 from tasks.config_errors import names_fields
 
@@ -80,13 +80,13 @@ def sizes(config: ml_collections.ConfigDict) -> dict[str, int]:
 def of_split(
     config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
 ) -> np.ndarray:
-    """Returns the numbers of all episodes of a split ("train", "validation").
+    """Returns the numbers of all episodes of a split, of SPLITS.
 
     Raises:
-      ValueError: a share that leaves none.
+      ValueError: there are too few to split.
     """
-    training, held_out = hold_out(file.worlds, config.data.held_out_share)
-    return training if split == "train" else held_out
+    data = config.data
+    return split_episodes(file.worlds, data.held_out_share, data.split_seed)[split]
 
 
 def check_trained(
@@ -100,7 +100,10 @@ def check_trained(
       ValueError: one differs, with both values.
     """
     field, digest, _ = identify(config)
-    here = {"data.held_out_share": config.data.held_out_share}
+    names = "held_out_share", "split_seed"
+    here = {f"data.{name}": config.data[name] for name in names}
+    if settings:
+        settings = {"data.split_seed": 0} | settings  # of older programs too
     for name, given in (here | {f"{field}.contents": digest}).items():
         trained = settings.get(name, given)
         if trained != given:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import train
-from data.agents.chains import ChainBatch, Chains
+from data.agents.chains import SPLITS, ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile
 from tasks import trajectories
 from tasks.exorl import AgentRun
@@ -99,6 +99,10 @@ def test_a_run_is_refused_where_others_are_held_out_or_data_differ(run, file, tm
     trajectories.check_trained(config, settings)
     split = config_in(workdir, file, data__held_out_share=0.5)
     trajectories.check_trained(split, {})
+    for old in settings, {k: v for k, v in settings.items() if "split_seed" not in k}:
+        with pytest.raises(ValueError, match=r"split_seed=1, but .* trained with 0"):
+            other = config_in(workdir, file, data__split_seed=1)
+            trajectories.check_trained(other, old)
     with pytest.raises(ValueError, match=r"held_out_share=0\.5, but .* with 0\.3: wha"):
         trajectories.check_trained(split, settings)
     longer = make_trajectories(tmp_path, episodes=13)
@@ -127,9 +131,9 @@ def test_tokens_and_pairs_are_those_of_real_steps(file):
 
 def test_the_best_episodes_are_chosen_among_those_trained_on(file):
     config = config_of(data__top_share=0.5)
-    training = trajectories.episodes(config_of(), file, "train")
-    held_out = trajectories.episodes(config_of(), file, "validation")
-    assert sorted([*training, *held_out]) == list(range(len(file.returns)))
+    parts = [trajectories.episodes(config_of(), file, name) for name in SPLITS]
+    assert sorted(np.concatenate(parts)) == list(range(len(file.returns)))
+    training = parts[0]
     best = trajectories.episodes(config, file, "train")
     assert len(best) == len(training) // 2 and set(best) <= set(training)
     others = np.setdiff1d(training, best)

@@ -59,32 +59,39 @@ class ChainBatch(NamedTuple):
     loss_weights: np.ndarray
 
 
-def hold_out(
+SPLITS = ("train", "validation", "test")
+
+
+def split_episodes(
     worlds: np.ndarray, share: float = 0.05, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of the episodes to train on and of those held out, sorted.
+) -> dict[str, np.ndarray]:
+    """Returns the numbers of the episodes of each of SPLITS, sorted.
 
     worlds: int (episodes,), the world of each. Whole worlds are held out; where there
-      is one, episodes are.
+      is one, episodes are. One half of them is for validation, and one for the test.
 
-    At least one is held out, and never all. The seed is one of its own, so that runs
-    with different seeds hold out the same.
+    At least one is in each. The seed is one of its own, so that runs with different
+    seeds hold out the same.
 
     Raises:
-      ValueError: there are not two episodes, or the share is not between 0 and 1.
+      ValueError: there are not three, or the share is not between 0 and 1.
     """
     are_many = (worlds != worlds[:1]).any()
     groups = worlds if are_many else np.arange(len(worlds))
     kinds = np.unique(groups)
-    if len(kinds) < 2 or not 0 < share < 1:
+    if len(kinds) < len(SPLITS) or not 0 < share < 1:
+        what = "worlds" if are_many else "episodes"
         raise ValueError(
-            f"{share=} of {len(worlds)} episodes cannot be held out: have at least 2 "
-            "episodes, and a share between 0 and 1"
+            f"{share=} of {len(kinds)} {what} cannot be held out: have at least "
+            f"{len(SPLITS)}, and a share between 0 and 1"
         )
-    count = min(max(round(share * len(kinds)), 1), len(kinds) - 1)
+    count = min(max(round(share * len(kinds)), 2), len(kinds) - 1)
     shuffled = np.random.default_rng(seed).permutation(kinds)
-    held_out = np.isin(groups, shuffled[:count])
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    parts = shuffled[count:], shuffled[: count // 2], shuffled[count // 2 : count]
+    return {
+        name: np.flatnonzero(np.isin(groups, part))
+        for name, part in zip(SPLITS, parts, strict=True)
+    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from data.agents.chains import ChainBatch, Chains, hold_out, of_step_before
+from data.agents.chains import (
+    SPLITS,
+    ChainBatch,
+    Chains,
+    of_step_before,
+    split_episodes,
+)
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tests.small.corpora import assert_same_batch
 
@@ -100,27 +106,30 @@ def test_drawn_chains_are_in_no_order(file):
     assert np.flatnonzero(batch.completions).tolist() == [6 * best + 5]
 
 
-def test_a_twentieth_is_held_out_one_at_least_and_never_all():
+def test_a_twentieth_is_held_out_in_halves_one_at_least_and_never_all():
     one_world = np.zeros(200, int)
-    train, held_out = hold_out(one_world)
-    assert (len(train), len(held_out)) == (190, 10)
-    assert sorted([*train, *held_out]) == list(range(200))
-    assert held_out.tolist() == sorted(held_out) and np.diff(held_out).max() > 1
-    np.testing.assert_array_equal(hold_out(one_world)[1], held_out)
-    assert (hold_out(one_world, seed=1)[1] != held_out).any()
-    assert [len(part) for part in hold_out(one_world[:2])] == [1, 1]
-    assert [len(part) for part in hold_out(one_world[:3], 0.99)] == [1, 2]
-    for episodes, share in (1, 0.5), (10, 0), (10, 1), (10, 2):
+    found = split_episodes(one_world)
+    assert [len(found[name]) for name in SPLITS] == [190, 5, 5]
+    assert sorted(np.concatenate([*found.values()])) == list(range(200))
+    for name, part in split_episodes(one_world).items():
+        assert part.tolist() == sorted(part) == found[name].tolist()
+    assert np.diff(found["test"]).max() > 1
+    assert (split_episodes(one_world, seed=1)["test"] != found["test"]).any()
+    for count, share, sizes in (3, 0.05, [1, 1, 1]), (4, 0.99, [1, 1, 2]):
+        parts = split_episodes(one_world[:count], share).values()
+        assert [len(part) for part in parts] == sizes
+    for episodes, share in (2, 0.5), (10, 0), (10, 1), (10, 2):
         with pytest.raises(ValueError, match=f"share={share} of {episodes} episodes"):
-            hold_out(one_world[:episodes], share)
+            split_episodes(one_world[:episodes], share)
 
 
 def test_of_many_worlds_whole_ones_are_held_out():
     worlds = np.random.default_rng(3).permutation(np.repeat(np.arange(20), 7))
-    train, held_out = hold_out(worlds, 0.2)
-    assert sorted([*train, *held_out]) == list(range(140))
-    assert len(set(worlds[held_out])) == 4 and len(held_out) == 28
-    assert not set(worlds[held_out]) & set(worlds[train])
+    found = split_episodes(worlds, 0.2)
+    assert sorted(np.concatenate([*found.values()])) == list(range(140))
+    of_parts = [set(worlds[found[name]]) for name in SPLITS]
+    assert [len(part) for part in of_parts] == [16, 2, 2]
+    assert len(set.union(*of_parts)) == 20
 
 
 def test_a_chain_is_of_one_world(worlds):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import exorl_tiny, icrl_dark_room
-from data.agents.chains import hold_out
+from data.agents.chains import split_episodes
 from data.agents.dark_room import ROOMS
 from data.agents.environments import Environment
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
@@ -94,7 +94,7 @@ def test_returns_and_scores_are_written_by_context(task):
     }
     assert list(results["contexts"]) == ["own", "empty", "recorded", "other"]
     file = TrajectoryFile.open(directory / "trajectories")
-    training, _ = hold_out(file.worlds, SMALL["data.held_out_share"])
+    training = split_episodes(file.worlds, SMALL["data.held_out_share"])["train"]
     assert results["target"] == file.returns[training].max()
     for name, outcome in results["contexts"].items():
         returns = np.array(outcome["returns"])
@@ -143,12 +143,12 @@ def test_contexts_begin_alike_and_hold_what_they_say(in_room):
 @pytest.mark.thorough
 def test_worlds_are_those_held_out_and_beside_their_references(room, in_room):
     file, places = TrajectoryFile.open(room[0] / "trajectories"), ROOMS["9x9"]
-    worlds = np.unique(file.worlds[hold_out(file.worlds, 0.2)[1]])
+    worlds = np.unique(file.worlds[split_episodes(file.worlds, 0.2)["test"]])
     acted = np.array(in_room["worlds"])
-    assert len(worlds) == 16 < ROWS and sorted(acted[:16]) == worlds.tolist()
-    assert acted[16:].tolist() == acted[: ROWS - 16].tolist()
+    assert len(worlds) == 8 < ROWS and sorted(acted[:8]) == worlds.tolist()
+    np.testing.assert_array_equal(acted, np.resize(acted[:8], ROWS))
     # Numbers next to each other are of goals next to each other.
-    assert np.abs(np.diff(acted[:16])).mean() > 15 > np.diff(worlds).mean()
+    assert np.abs(np.diff(acted[:8])).mean() > 15 > np.diff(worlds).mean()
     known = in_room["references"]
     # Of each world once, whatever rows it has.
     assert known["oracle"] == places.best_return(places.goals[worlds]).mean()
@@ -171,10 +171,10 @@ def test_the_explorer_finds_every_goal_once_and_returns_to_it(name):
 
 @pytest.mark.thorough
 def test_a_window_acts_on_in_worlds_that_were_trained_on(room, in_room, capsys):
-    longer = "--episodes", "3", "--contexts", "own", "--trained", "--window", "2"
+    longer = "--episodes", "3", "--contexts", "own", "--window", "2", "--split", "train"
     found = evaluated(room, "long.json", *longer)
     assert np.array(found["contexts"]["own"]["returns"]).shape == (ROWS, 3)
-    assert found["trained_on"] and not in_room["trained_on"]
+    assert (found["split"], in_room["split"]) == ("train", "test")
     assert not set(found["worlds"]) & set(in_room["worlds"])
     assert found["references"]["oracle"] != in_room["references"]["oracle"]
     # An agent that reads positions may act on too: its many episodes are not refused.

@@ -17,8 +17,8 @@ on. Contexts are:
     recorded  held-out episodes of the trajectories, ascending; then one of the agent's
     other     the same of any trajectories of another task (--other)
 
-Where trajectories are of many worlds, agents act in those held out (--trained: in those
-trained on), and there are
+Where trajectories are of many worlds, agents act in those of the test (--split: in
+others, as to choose a temperature), and there are
 
     none      every step begins with an empty context
     other     the agent's own episodes in another world; then one in the row's
@@ -48,6 +48,7 @@ import ml_collections
 import numpy as np
 
 from data.agents import environments
+from data.agents.chains import SPLITS
 from data.agents.trajectory_file import TrajectoryFile
 from tasks import exorl, trajectories
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
@@ -108,9 +109,8 @@ def evaluate(
     file = trajectories.opened(config)
     size = options.environments, options.episodes
     seeds = np.random.default_rng(options.seed).integers(2**31, size=size)
-    split = "train" if options.trained else "validation"
     # Also worlds without an episode among the best, of which an agent reads none.
-    worlds = np.unique(file.worlds[trajectories.of_split(config, file, split)])
+    worlds = np.unique(file.worlds[trajectories.of_split(config, file, options.split)])
     # Dark Room's neighbours have numbers next to each other.
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
     needed = contexts(config, options, file, worlds, seeds)
@@ -135,7 +135,7 @@ def evaluate(
         "target": target,
         **{name: getattr(options, name) for name in how},
         "worlds": of_rows.tolist(),
-        "trained_on": options.trained,
+        "split": options.split,
         "action_repeat": file.action_repeat,
         "data_returns": quantiles(file.returns),
         "references": references(file, of_rows, options.episodes),
@@ -227,8 +227,8 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
     processes = "that step dm_control, default: one for each core (%(default)s)"
     add("--processes", type=whole, default=len(os.sched_getaffinity(0)), help=processes)
-    trained = "act in worlds that were trained on, as to choose a temperature"
-    add("--trained", action="store_true", help=trained)
+    split = "of the worlds to act in (default: %(default)s)"
+    add("--split", choices=SPLITS, default="test", help=split)
     return parser.parse_known_args(arguments)
 
 

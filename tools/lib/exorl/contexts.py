@@ -75,8 +75,8 @@ def contexts(
       ValueError, FileNotFoundError: something in the options or the config is wrong.
     """
     are_many = bool((file.worlds != file.worlds[0]).any())
-    for option in ("other",) if are_many else ("random", "trained"):
-        if getattr(options, option):
+    for option in ("other",) if are_many else ("random", "split"):
+        if getattr(options, option) not in (None, [], "test"):
             of = "one world" if are_many else "many worlds"
             raise ValueError(f"--{option} is for trajectories of {of}: leave it out")
     found = world_contexts(file, worlds, seeds, options.random, options.processes)
@@ -84,7 +84,7 @@ def contexts(
         found = {"empty": found["empty"]}
     elif not are_many:
         found = {name: found[name] for name in ("own", "empty")}
-        held_out = trajectories.episodes(config, file, "validation")
+        held_out = trajectories.episodes(config, file, "test")
         last = found["own"].scenes[-1]
         found["recorded"] = _recorded(file, held_out, seeds.shape, last)
         if options.other:

@@ -104,8 +104,9 @@ def _by_world(results: dict[str, Any]) -> dict[str, Any]:
     contexts = results["contexts"]
     if not contexts:
         raise ValueError("it has no contexts")
-    if results.get("trained_on"):
-        raise ValueError("its worlds were trained on: leave out --trained")
+    split = "train" if results.get("trained_on") else results.get("split", "test")
+    if split != "test":
+        raise ValueError(f"its worlds are of split {split}: leave out --split")
     drawn = results.get("temperature", 1.0), results.get("hold", 1)
     how = "temperature {} held for {}, window {}".format(*drawn, results.get("window"))
     results.setdefault("references", {})
