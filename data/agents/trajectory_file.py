@@ -20,7 +20,7 @@ the first world, those of the second, and so on.
 
 import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -250,30 +250,8 @@ class TrajectoryWriter(PackedWriter):
         """
         parts = observation, action, *([] if target is None else [target])
         rewards = np.atleast_2d(reward)
-        shapes = *(part.shape for part in parts), rewards.shape[1:]
-        if (
-            [len(shape) for shape in shapes] != [2] * len(parts) + [1]
-            or len({shape[0] for shape in shapes}) > 1
-            or 0 in (*shapes[0], *shapes[1], len(rewards))
-            or len({shape[1] for shape in shapes[1:-1]}) > 1
-        ):
-            aim = "" if target is None else f", {target.shape=}"
-            raise ValueError(
-                f"episode {len(self.lengths)} has {observation.shape=}, {action.shape=}"
-                f"{aim}, {reward.shape=}: give (T, observation), (T, action)"
-                f"{aim and ' twice'} and (T,), and at least one of each"
-            )
-        if world < 0:
-            raise ValueError(
-                f"{world=} of episode {len(self.lengths)} must be 0 or more"
-            )
+        self._check(parts, rewards, world)
         sizes, count = tuple(part.shape[1] for part in parts), len(rewards)
-        if self.lengths and (sizes, count) != (self._sizes, self._shared_by):
-            raise ValueError(
-                f"episode {len(self.lengths)} has observations and actions of {sizes}, "
-                f"and rewards of {count} worlds, those before of {self._sizes} and "
-                f"{self._shared_by}: pack one domain at a time"
-            )
         rows = np.column_stack([*parts, *rewards]).astype("<f4")
         if not np.isfinite(rows).all():
             raise ValueError(
@@ -296,6 +274,36 @@ class TrajectoryWriter(PackedWriter):
         self.worlds.append(int(world))
         self._sums += (observations - self._first).sum(axis=0)
         self._squares += ((observations - self._first) ** 2).sum(axis=0)
+
+    def _check(
+        self, parts: Sequence[np.ndarray], rewards: np.ndarray, world: int
+    ) -> None:
+        """Raises ValueError where an episode's parts and rewards do not fit."""
+        number = len(self.lengths)
+        shapes = *(part.shape for part in parts), rewards.shape[1:]
+        if (
+            [len(shape) for shape in shapes] != [2] * len(parts) + [1]
+            or len({shape[0] for shape in shapes}) > 1
+            or 0 in (*shapes[0], *shapes[1], len(rewards))
+            or len({shape[1] for shape in shapes[1:-1]}) > 1
+        ):
+            names = "observation", "action", "target"
+            given = zip(names, (part.shape for part in parts), strict=False)
+            said = ", ".join(f"{name}.shape={shape}" for name, shape in given)
+            raise ValueError(
+                f"episode {number} has {said}, reward.shape={rewards.shape[1:]}: give "
+                f"(T, observation), (T, action){' twice' * (len(parts) > 2)} and (T,), "
+                "and at least one of each"
+            )
+        if world < 0:
+            raise ValueError(f"{world=} of episode {number} must be 0 or more")
+        sizes, count = tuple(part.shape[1] for part in parts), len(rewards)
+        if self.lengths and (sizes, count) != (self._sizes, self._shared_by):
+            raise ValueError(
+                f"episode {number} has observations and actions of {sizes}, and "
+                f"rewards of {count} worlds, those before of {self._sizes} and "
+                f"{self._shared_by}: pack one domain at a time"
+            )
 
     def _finish(self) -> dict[str, Any]:
         if not self.lengths:

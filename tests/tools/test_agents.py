@@ -17,6 +17,7 @@ from tests.small.agents import (
     ROWS,
     Run,
 )
+from tools.lib.exorl import agents as actors
 from tools.lib.exorl.agents import Choice, actor
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.scenes import Outcome, Recording
@@ -200,6 +201,17 @@ def test_an_agent_that_forgets_every_step_sees_the_present_alone(one_token, file
         logits = whole_forward(step._replace(**nothing), **ONE_TOKEN)[:, 0]
         chosen = steps.actions[:, place].argmax(-1)
         np.testing.assert_array_equal(chosen, logits.argmax(-1))
+
+
+def test_a_context_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(actors, "device_memory", lambda device: 100)
+        with pytest.raises(
+            ValueError, match="16 tokens in 2 env.* take .* GB: give fe"
+        ):
+            acting(**ONE_TOKEN)
+    device = jax.devices()[0]
+    assert 1e8 < actors.device_memory(device) < 1e13
 
 
 def choice(actions: Actions, temperature: float = 1, hold: int = 1) -> Choice:

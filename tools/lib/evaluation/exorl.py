@@ -121,6 +121,7 @@ def evaluate(
     play = Play(agent, file, target, options.window)
     step, task = origin["step"], task_name(file)
     say(f"step {step} of {config.workdir} on {task}, target {target:.1f}")
+    say(f"a context takes {agent.device_bytes / 1e6:,.1f} MB on each device")
     of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
     rows = np.arange(size[0]) if one_world else of_rows  # that depend on each other
     outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}

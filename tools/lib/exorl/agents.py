@@ -1,6 +1,8 @@
 """From a config of task "exorl" to what acts: its programs and its context."""
 
 import functools
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +66,7 @@ class Actor:
     """
 
     choose: Choice
-    device_bytes: int = field(default=0, init=False)
+    device_bytes: int = field(default=0, kw_only=True)
 
     def forget(self) -> None:
         """Begins an empty context."""
@@ -121,8 +123,6 @@ class ContextActor(Actor):
 
     def forget(self) -> None:
         self._cache, self._before, self._position = self.empty(), None, 0
-        held = [array.addressable_shards[0].data.nbytes for array in self._cache]
-        self.device_bytes = sum(held)
 
     def act(self, present: ChainBatch) -> np.ndarray:
         # What stands before the first steps, at position -1, is not read.
@@ -163,7 +163,8 @@ def actor(
       `Choice`.
 
     Raises:
-      ValueError: rows or heads do not divide over the mesh.
+      ValueError: rows or heads do not divide over the mesh, or the context is larger
+        than a device's memory.
     """
     config, partition = run.config, run.partition
     model = run.on(StationaryPartition(partition.mesh)).model
@@ -184,6 +185,8 @@ def actor(
     slots = config.agent.step_tokens * steps
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
     cache = cache_shardings(partition, shape)
+    empty = functools.partial(empty_cache, shape, run.compute_dtype, ring)
+    held = _checked_bytes(cache, jax.eval_shape(empty), partition.mesh.local_devices[0])
     ring_axes = partition.axes("sequence")
     operations = CachedAttention(partition.mesh, ring_axes, **run.scores)
     whole = NamedSharding(partition.mesh, PartitionSpec())
@@ -195,14 +198,40 @@ def actor(
         return agentic.act(agent, steps, cache, operations)
 
     program = jax.jit(act, donate_argnums=2, out_shardings=(whole, cache))
-    empty = functools.partial(empty_cache, shape, run.compute_dtype, ring)
     return ContextActor(
         choice,
         jax.jit(empty, out_shardings=cache),
         functools.partial(program, parameters),
         functools.partial(_reader(run, operations, cache), parameters),
         config.agent.step_tokens == 1,
+        device_bytes=held,
     )
+
+
+def _checked_bytes(shardings: Cache, cache: Cache, device: jax.Device) -> int:
+    """Returns the bytes of a cache on each device; ValueError if one has fewer."""
+    held = sum(
+        math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        for sharding, array in zip(shardings, cache, strict=True)
+    )
+    room = device_memory(device)
+    if held > room:
+        _, rows, slots, *_ = cache.keys.shape
+        raise ValueError(
+            f"contexts of {slots:,} tokens in {rows} environments take "
+            f"{held / 1e9:,.1f} GB on each device, which has {room / 1e9:,.1f} GB: "
+            "give fewer --environments, --episodes or --random, a --window, or a "
+            "longer ring (config.mesh.ring)"
+        )
+    return held
+
+
+def device_memory(device: jax.Device) -> int:
+    """Returns a device's free bytes; of a simulated one, its share of the host's."""
+    if stats := device.memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host // jax.local_device_count()
 
 
 def _reader(
