@@ -6,10 +6,10 @@
 
 Imports LLaMA, Mistral, Qwen 2 and 3, Gemma 2 and 3 and OLMo 2 from safetensors, in
 float32, bfloat16 or float16. Every device reads its own part of every tensor from the
-files; no host holds the whole model but for what its devices hold. Exports the
-parameters of a run's newest checkpoint, as the family of `--like`, or the first that
-has such a model. Adapters are added in, or with `--adapter` written as PEFT has them;
-`import ADAPTER WORKDIR --weights DIR` reads PEFT's, of the weights in a workdir.
+files; a host holds only the parts of its devices. Exports the parameters of a run's
+newest checkpoint, as the family of `--like`, or the first that can hold the model.
+Adapters are merged into them, or with `--adapter` written alone, in PEFT's format;
+`import ADAPTER WORKDIR --weights DIR` reads PEFT's adapters of the weights in DIR.
 """
 
 import argparse

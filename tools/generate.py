@@ -7,18 +7,18 @@
         --config.mesh.ring=8
     python -m tools.generate --workdir=runs/chats --chat --system "Be brief."
 
-The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without a
-prompt, every line of the console (or of standard input) is one. The text is written as
-it comes, without the prompt. It ends with a stop token of the tokenizer (see
-data/text/tokenizer_files.py), or after --max-tokens.
+The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without
+--prompt, each line of the console (or of standard input) is a prompt. The text is
+printed token by token, without the prompt. It ends with a stop token of the tokenizer
+(see data/text/tokenizer_files.py), or after --max-tokens.
 
 With --chat a prompt is what the user of a chat says, in the template of the corpus that
 the model was trained on, or else of its tokenizer. The text is the reply, which also
-ends with the template's end of a turn. Lines go on with one conversation; an empty line
-begins another.
+ends with the template's end of a turn. Each line is the next turn of one conversation;
+an empty line begins a new one.
 
-The KV cache is sharded over the ring, and keeps what was said: of the next turn, the
-new tokens alone are computed. The parameters stay where the mesh puts them.
+The KV cache is sharded over the ring and keeps the conversation: for the next turn only
+the new tokens are computed. The parameters stay where the mesh puts them.
 """
 
 import argparse
@@ -311,18 +311,18 @@ def _show(pieces: Iterator[str]) -> None:
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, epilog=CONFIG_FLAGS)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", help="text to go on from")
-    prompt.add_argument("--prompt-file", type=Path, help="file that holds it, UTF-8")
-    chat = "prompts are of a chat, in this template (default: the corpus's or own)"
+    prompt.add_argument("--prompt", help="text to continue")
+    prompt.add_argument("--prompt-file", type=Path, help="UTF-8 file of that text")
+    chat = "prompts are turns of a chat in this template (default: the corpus's or own)"
     parser.add_argument("--chat", **CHAT, help=chat)
     own = "(default: generation_config.json's, or {})"
     for name, kind, words in (
-        ("--system", str, "words of a chat's system prompt"),
-        ("--max-tokens", at_least(1), f"at most (default: {MAX_TOKENS})"),
-        ("--temperature", at_least(0, float), f"0: the likeliest {own.format(1)}"),
-        ("--top-k", at_least(0), f"of the likeliest; 0: of all {own.format(0)}"),
-        ("--top-p", float, f"of those with so much probability {own.format(1)}"),
-        ("--cache-tokens", at_least(1), "of prompt and text (default: the config's)"),
+        ("--system", str, "system prompt of a chat"),
+        ("--max-tokens", at_least(1), f"longest text (default: {MAX_TOKENS})"),
+        ("--temperature", at_least(0, float), f"0: likeliest token {own.format(1)}"),
+        ("--top-k", at_least(0), f"draw from so many tokens; 0: all {own.format(0)}"),
+        ("--top-p", float, f"draw from this share of probability {own.format(1)}"),
+        ("--cache-tokens", at_least(1), "prompt and text (default: the config's)"),
         ("--tokenizer", str, "bytes, tokenizer.json, .model (default: the corpus's)"),
     ):
         parser.add_argument(name, type=kind, help=words)

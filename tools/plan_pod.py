@@ -3,12 +3,12 @@
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --context=8388608 --config.remat=offload --output plan.json
-    python -m tools.plan_pod --config=configs/h200_1b.py --topology=h200:1x1x8 \\
+    python -m tools.plan_pod --config=configs/h200_1b.py --topology=h200:1x8 \\
         --config.mesh.ring=8
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --find-max-context
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 --suggest
-    python -m tools.plan_pod --config=configs/h200_1b.py --topology=h200:1x1x1 \\
+    python -m tools.plan_pod --config=configs/h200_1b.py --topology=h200:1x1 \\
         --fit-remat
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --config.remat=nothing --compare plan.json
@@ -233,11 +233,12 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__, epilog=CONFIG_FLAGS)
-    parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE")
+    kinds = "as v4:8x8x8 (chips), v5p-128 (a cloud's name) or h200:4x8 (hosts x GPUs)"
+    parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help=kinds)
     parser.add_argument(
         "--devices", type=int, help="use only this many devices of the topology"
     )
-    parser.add_argument("--context", type=int, metavar="TOKENS", help="of each row")
+    parser.add_argument("--context", type=int, metavar="TOKENS", help="of a row")
     parser.add_argument(
         "--documents",
         type=at_least(1),
