@@ -258,6 +258,12 @@ def test_a_reply_may_begin_in_the_blanks_of_a_token_or_with_a_token(
     assert "".join(shown) == 2 * learned
 
 
+def test_blanks_beside_a_token_that_does_not_take_them_stay():
+    source = "{% for m in messages %}{{ m.content }} {{ eos_token }}  {% endfor %}"
+    (document,) = ChatTemplate("x", source, BYTES).documents(talk(None, ("a", "b")))
+    assert document.tokens.tolist() == [*b"a ", 256, *b"  b ", 256, *b"  "]
+
+
 def test_conversations_are_refused_in_a_line(qwen):
     refuses = (
         "{% if messages[0].content == 'no' %}{{ raise_exception('it\nsays no') }}"
