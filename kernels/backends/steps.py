@@ -19,8 +19,20 @@ Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
 
 
+class PlainForm:
+    """Steps whose partial results, and dq, have the form of `reference`."""
+
+    def begin(self, sums: Any) -> Any:
+        """Returns a partial result, or dq so far, in the backend's own form."""
+        return sums
+
+    def finish(self, sums: Any) -> Any:
+        """Returns it as `reference` does."""
+        return sums
+
+
 @dataclass(frozen=True)
-class PlainForward:
+class PlainForward(PlainForm):
     """Forward steps that are calls of a backend's `forward`."""
 
     backend: Any
@@ -31,10 +43,6 @@ class PlainForward:
         """Returns what the kernel reads of the bounds (B or 1, T) of a step."""
         return k_start, k_end
 
-    def begin(self, partial: Partial) -> Any:
-        """Returns a partial result in the backend's own form."""
-        return partial
-
     def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Any:
         """Attends to keys, and goes on from a carry in that form, if any.
 
@@ -43,13 +51,9 @@ class PlainForward:
         operands = self.q, k, v, *seen
         return self.backend.forward(*operands, carry=carry, **self.scores)
 
-    def finish(self, carry: Any) -> Partial:
-        """Returns a partial result as `reference.forward` does."""
-        return carry
-
 
 @dataclass(frozen=True)
-class CommonForward:
+class CommonForward(PlainForm):
     """Forward steps that pass on partial results as `reference.forward` returns them.
 
     Kernels for keys of several lengths may cut the queries, and their results, each in
@@ -61,19 +65,13 @@ class CommonForward:
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
         return self.steps.prepare(k_start, k_end)
 
-    def begin(self, partial: Partial) -> Partial:
-        return partial
-
     def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Partial:
         carry = carry and self.steps.begin(carry)
         return self.steps.finish(self.steps.attend(k, v, seen, carry))
 
-    def finish(self, carry: Partial) -> Partial:
-        return carry
-
 
 @dataclass(frozen=True)
-class PlainBackward:
+class PlainBackward(PlainForm):
     """Backward steps that are calls of a backend's `backward`."""
 
     backend: Any
@@ -87,7 +85,7 @@ class PlainBackward:
     def add(
         self, k: jax.Array, v: jax.Array, seen: Any, dq: jax.Array, dkv: Any
     ) -> Any:
-        """Returns dq, dk and dv as `reference.backward` does."""
+        """Returns dq in the backend's own form, and dk and dv as `reference` does."""
         q, *others = self.rows
         operands = q, k, v, *others, *seen
         return self.backend.backward(*operands, dq=dq, dkv=dkv, **self.scores)
@@ -137,7 +135,9 @@ class Launched:
         """Returns the gradients of the attention to these keys: see `reference`."""
         (do, lse, delta), visible = rows[:3], Visible(*rows[3:])
         steps = self.backward_steps((q, do, lse, delta), k, visible, **options)
-        return steps.add(k, v, steps.prepare(*visible), dq, dkv)
+        seen = steps.prepare(*visible)
+        dq, dk, dv = steps.add(k, v, seen, steps.begin(dq), dkv)
+        return steps.finish(dq), dk, dv
 
 
 def forward_steps(

@@ -53,7 +53,11 @@ def backward(
         i: chunks.table(i, one.prepare, is_cut=not in_place) for i, one in steps.items()
     }
     gradients = functools.partial(_gradients, chunks, steps)
-    zeros = [jnp.zeros(q.shape, lse.dtype) for q, _, lse, _ in groups]
+    of_group = {chunks.group(i): one for i, one in steps.items()}
+    zeros = [
+        of_group[g].begin(jnp.zeros(q.shape, lse.dtype))
+        for g, (q, _, lse, _) in enumerate(groups)
+    ]
     nothing = {} if count is None else _first_sums(chunks, own, zeros[0].dtype)
 
     def step(
@@ -89,6 +93,7 @@ def backward(
         dq, dkv = around()
     else:
         dq, dkv = lax.cond(count > 0, around, alone)
+    dq = [of_group[g].finish(x) for g, x in enumerate(dq)]
     found = join(dq, 2), *_joined(chunks, dkv)
     dq, dk, dv = found if len(groups) == 1 else map(ring.heads_first, found)
     return dq, dk, dv

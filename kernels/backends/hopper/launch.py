@@ -152,6 +152,14 @@ class Backward:
         tile = self.query_tile
         return of_keys, tile and _of_query_tiles(k_start, k_end, tile.block_k)
 
+    def begin(self, dq: jax.Array) -> jax.Array:
+        """Pads dq to whole tiles."""
+        return _padded(dq, BLOCK_Q, self.q.shape[-1])
+
+    def finish(self, dq: jax.Array) -> jax.Array:
+        """Returns dq (B, L, H, D)."""
+        return dq[:, : self.shape[1], :, : self.shape[-1]]
+
     def add(
         self,
         k: jax.Array,
@@ -165,15 +173,16 @@ class Backward:
         They add to dq in its place. XLA forgets that, and loses dq, where it fuses a
         kernel with slices that it reads or updates; it fuses nothing across a barrier.
         """
-        (_, length, _, depth), d, keys = self.shape, self.q.shape[-1], k.shape[1]
-        k, v = (_padded(x, self.keys, d) for x in (k, v))
+        keys, depth = k.shape[1], self.shape[-1]
+        k, v = (_padded(x, self.keys, self.q.shape[-1]) for x in (k, v))
         (live, full, bounds), of_queries = seen
         rows = self.q, self.do, self.lse_delta, bounds
         dkv_operands = dkv_kernel.Operands(live, full, k, v, *rows)
         rows = *self.rows, self.q, self.do
         dq_operands = of_queries and dq_kernel.Operands(*of_queries, *rows, k, v)
-        everything = dkv_operands, dq_operands, _padded(dq, BLOCK_Q, d)
-        dkv_operands, dq_operands, dq = lax.optimization_barrier(everything)
+        dkv_operands, dq_operands, dq = lax.optimization_barrier(
+            (dkv_operands, dq_operands, dq)
+        )
         if dq_operands is None:
             gradients = backward_kernel.backward_call(
                 self.key_tile, dkv_operands, dq, self.interpret
@@ -187,8 +196,7 @@ class Backward:
             )
             gradients = dq, dk, dv
         dq, dk, dv = lax.optimization_barrier(gradients)
-        gradients = dq[:, :length], dk[:, :keys], dv[:, :keys]
-        dq, dk, dv = (x[..., :depth] for x in gradients)
+        dk, dv = (x[:, :keys, :, :depth] for x in (dk, dv))
         return dq, *added(dkv, (dk, dv))
 
 

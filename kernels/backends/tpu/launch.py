@@ -16,7 +16,7 @@ from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E
 from ..block_sizes import BlockSizes
-from ..steps import Rows
+from ..steps import PlainForm, Rows
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import forward as forward_kernel
@@ -111,7 +111,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(PlainForm):
     """`backends.steps.BackwardSteps` of queries.
 
     q, do: [M, X, G, query tiles * block_q, D]. lse_delta: lse in base 2, and delta,

@@ -176,7 +176,7 @@ Seen = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
-class Forward:
+class Forward(steps.PlainForm):
     """Forward steps of queries: see `backends.steps.PlainForward`.
 
     q: [B, T, H, block_d].
@@ -189,10 +189,6 @@ class Forward:
         """Finds the live tiles of query tiles."""
         sizes, bounds = self.kernel.sizes, _stacked(k_start, k_end)
         return bounds, _stacked(*key_ranges(*bounds, sizes.block_q, sizes.block_k))
-
-    def begin(self, partial: Partial) -> Partial:
-        """Returns it, out [B, T, H, D] and lse [B, H, T], as it is."""
-        return partial
 
     def attend(
         self, k: jax.Array, v: jax.Array, seen: Seen, carry: Partial | None
@@ -208,13 +204,9 @@ class Forward:
         out, lse = kernel.run(sizes.query_tiles, operands, out, lse)
         return out, lse
 
-    def finish(self, carry: Partial) -> Partial:
-        """Returns it as it is."""
-        return carry
-
 
 @dataclass(frozen=True)
-class Backward:
+class Backward(steps.PlainForm):
     """Backward steps of queries: see `backends.steps.PlainBackward`.
 
     q, do: [B, T, H, block_d]. rows: lse and delta, [B, H, T].
