@@ -124,6 +124,8 @@ def test_tables_have_the_plans_memory_and_what_a_device_costs():
     assert row(PLAN, "tokens a second") == [f"{rate:,.0f}" for rate in rates]
     found = row(PLAN, "device-hours for 1e9 tokens")
     assert found == [f"{each:,.1f}" for each in hours]
+    alone = dataclasses.replace(PLAN, at_cycles=PLAN.estimate)  # XLA counts no cycles
+    assert (row(PLAN, "MFU"), row(alone, "MFU")) == (["35.5%", "32.1%"], ["35.5%"])
     memory = dataclasses.replace(PLAN.memory, peak=15.5 * GIB, host=GIB)
     plan = dataclasses.replace(PLAN, memory=memory, unknown_loops=3)
     assert row(plan, "spare") == ["3.1%, below 5%"]
