@@ -149,10 +149,13 @@ def forward_steps(
 ) -> Any:
     """Prepares the forward steps of queries (B, T, H, D), as a `PlainForward` does.
 
-    k, visible: of any step, (B or 1, T); their shapes count. scores: scale, soft_cap.
+    k: of any step. visible: of any, (m, B or 1, T). Of both the shapes count.
+    scores: scale and soft_cap.
     """
     make = getattr(backend, "forward_steps", None)
-    return make(q, k, visible, **scores) if make else PlainForward(backend, q, scores)
+    if make:
+        return make(q, k, _of_one(visible), **scores)
+    return PlainForward(backend, q, scores)
 
 
 def backward_steps(
@@ -165,8 +168,13 @@ def backward_steps(
     """Prepares the backward steps of rows q, do, lse, delta: see `forward_steps`."""
     make = getattr(backend, "backward_steps", None)
     if make:
-        return make(rows, k, visible, **scores)
+        return make(rows, k, _of_one(visible), **scores)
     return PlainBackward(backend, rows, scores)
+
+
+def _of_one(visible: Visible) -> Visible:
+    """Returns the bounds of an interval, (B or 1, T)."""
+    return Visible(*(bound[0] for bound in visible))
 
 
 def nothing(q: jax.Array) -> Partial:

@@ -40,13 +40,11 @@ def backward(
       dq, dk and dv, float32; dq and dk without the factor `scale`.
     """
     chunks = Chunks.of(ring, kv, visible, kv[0].shape[1])
-    cut = map(chunks.head_groups, rows, (2, 2, 1, 1))
-    groups: list[Rows] = list(zip(*cut, strict=True))
+    groups = list(zip(*map(chunks.head_groups, rows, (2, 2, 1, 1)), strict=True))
     own, last, scores = chunks.own(), chunks.schedule.last, ring.scores
     count, in_place = ring.count(visible, chunks.length), is_cpu()
-    first = Visible(*(bound[0] for bound in visible))
     steps = {
-        i: backward_steps(ring.backend, groups[chunks.group(i)], k, first, scores)
+        i: backward_steps(ring.backend, groups[chunks.group(i)], k, visible, scores)
         for i, (k, _) in own.items()
     }
     tables = {
@@ -54,10 +52,7 @@ def backward(
     }
     gradients = functools.partial(_gradients, chunks, steps)
     of_group = {chunks.group(i): one for i, one in steps.items()}
-    zeros = [
-        of_group[g].begin(jnp.zeros(q.shape, lse.dtype))
-        for g, (q, _, lse, _) in enumerate(groups)
-    ]
+    zeros = [of_group[g].begin(_zeros_of(rows)) for g, rows in enumerate(groups)]
     nothing = {} if count is None else _first_sums(chunks, own, zeros[0].dtype)
 
     def step(
@@ -82,8 +77,7 @@ def backward(
         return dq, dkv
 
     def alone() -> tuple[list, Pairs]:
-        numbers = chunks.attended(0)
-        now = {i: chunks.table(i, steps[i].prepare).at(0) for i in numbers}
+        now = {i: chunks.table(i, steps[i].prepare).at(0) for i in chunks.attended(0)}
         dq, dkv = gradients(now, own, (zeros, {}))
         return dq, dkv | nothing
 
@@ -131,6 +125,12 @@ def _gradients(
 def _first_sums(chunks: Chunks, own: Pairs, dtype: jnp.dtype) -> Pairs:
     """Returns the zeros that a loop of unknown length begins with."""
     return {i: _zeros(pair, dtype) for i, pair in own.items() if chunks[i].first}
+
+
+def _zeros_of(rows: Rows) -> jax.Array:
+    """Returns the dq of a head group so far."""
+    q, _, lse, _ = rows
+    return jnp.zeros(q.shape, lse.dtype)
 
 
 def _zeros(kv: Pair, dtype: jnp.dtype) -> Pair:

@@ -29,9 +29,9 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     chunks = Chunks.of(ring, kv, visible, length)
     queries = chunks.head_groups(q, axis=2)
     own, none = chunks.own(), [None] * len(queries)
-    first = Visible(*(bound[0] for bound in visible))
+    scores = ring.scores
     steps = {
-        i: forward_steps(ring.backend, queries[chunks.group(i)], k, first, ring.scores)
+        i: forward_steps(ring.backend, queries[chunks.group(i)], k, visible, scores)
         for i, (k, _) in own.items()
     }
     if len({k.shape[1] for k, _ in own.values()}) > 1:
