@@ -283,5 +283,5 @@ def test_rows_that_no_batch_holds_are_refused(run, tmp_path, capsys):
     tokens = "--config.data.context_tokens=90000"
     assert loss.main([f"--workdir={run}", tokens, "--output", str(tmp_path / "x")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and "do not fit in the" in error
+    assert error.startswith("error: ") and "has no row of 90000 tokens" in error
     assert list(tmp_path.iterdir()) == []

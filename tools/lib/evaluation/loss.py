@@ -28,7 +28,7 @@ from data.mixture import check_alike
 from data.rows import iterate
 from data.text.token_file import TokenFile
 from kernels.compiler import compiler_options
-from tasks import corpora, text
+from tasks import corpora
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import restored_parameters
 from tasks.layout_advice import padding_line
@@ -102,7 +102,7 @@ def set_corpus(config: ml_collections.ConfigDict, corpus: Path) -> None:
       FileNotFoundError, ValueError: there is no such corpus, or its tokenizer is
         another than that of the run's corpus.
     """
-    config.model.vocab_size = text.vocab_size(config)
+    config.model.vocab_size = corpora.vocab_size(config)
     other, before = TokenFile.open(corpus, "train"), [*corpora.named(config)][:1]
     if before and Path(before[0]).is_dir():
         check_alike([TokenFile.open(Path(before[0]), "train"), other])
