@@ -20,7 +20,11 @@ Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class PlainForm:
-    """Steps whose partial results, and dq, have the form of `reference`."""
+    """Steps whose bounds, partial results and dq have the form of `reference`."""
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
+        """Returns what the kernel reads of the bounds (B or 1, T) of a step."""
+        return k_start, k_end
 
     def begin(self, sums: Any) -> Any:
         """Returns a partial result, or dq so far, in the backend's own form."""
@@ -38,10 +42,6 @@ class PlainForward(PlainForm):
     backend: Any
     q: jax.Array
     scores: dict[str, float | None]
-
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
-        """Returns what the kernel reads of the bounds (B or 1, T) of a step."""
-        return k_start, k_end
 
     def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Any:
         """Attends to keys, and goes on from a carry in that form, if any.
@@ -77,10 +77,6 @@ class PlainBackward(PlainForm):
     backend: Any
     rows: Rows
     scores: dict[str, float | None]
-
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
-        """Returns what the kernel reads of the bounds (B or 1, T) of a step."""
-        return k_start, k_end
 
     def add(
         self, k: jax.Array, v: jax.Array, seen: Any, dq: jax.Array, dkv: Any
