@@ -114,7 +114,7 @@ class TpuBlocks:
 
 
 # The fewest bundles (cycles of the static schedule) for a full tile, 1024 x 1024 x 128
-# in bfloat16, found by `python -m tools.tune_block_sizes` with libtpu 0.0.48.1.
+# in bfloat16, found by `python -m tools.tpu_schedule --try` with libtpu 0.0.48.1.
 # Columns: stacked_rows, block_k, rows, columns, ahead, behind, and these two of a
 # diagonal tile.
 TPU_FORWARD = {
