@@ -320,7 +320,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         ("--system", str, "system prompt of a chat"),
         ("--max-tokens", at_least(1), f"longest text (default: {MAX_TOKENS})"),
         ("--temperature", at_least(0, float), f"0: likeliest token {own.format(1)}"),
-        ("--top-k", at_least(0), f"draw from so many tokens; 0: all {own.format(0)}"),
+        ("--top-k", at_least(0), f"draw from the k likeliest; 0: all {own.format(0)}"),
         ("--top-p", float, f"draw from this share of probability {own.format(1)}"),
         ("--cache-tokens", at_least(1), "prompt and text (default: the config's)"),
         ("--tokenizer", str, "bytes, tokenizer.json, .model (default: the corpus's)"),

@@ -145,7 +145,7 @@ def _kept(path: Path, show: Any) -> Any:
     """Returns what `show` makes of a file of compiled rows.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the file holds something else.
     """
     try:
         return show(parse_json(path.read_bytes()))

@@ -79,7 +79,7 @@ def suggestions(
     chip: Chip,
     documents: tuple[int, ...] = (),
 ) -> list[Suggestion]:
-    """Returns every mesh of so many devices that the config can have, best first.
+    """Returns every mesh of a number of devices, best first.
 
     documents: lengths of those packed in a row, repeated; none for one document.
 
