@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import train
+from data.batch import Batch
 from tasks.layout_advice import padding_line
 from tasks.text import TextRun
 from tests.cases import in_tiers, table
@@ -53,11 +54,20 @@ FIELDS = {
 }
 
 
+class System(Run):
+    """A system of the small model, on batches of a corpus."""
+
+    def batch(self, step: int = 0) -> Batch:
+        """The global batch of a step, placed."""
+        run = self.resolved
+        return place(run.batches("train")[step], run.sharding, run.shape)
+
+
 @pytest.fixture(scope="module")
 def systems(corpus):
     """A system by name; each is compiled once, when it is needed."""
     fields = FIELDS | {"data__corpus": str(corpus)}
-    return functools.cache(lambda name: Run(MESHES[name], name, **fields))
+    return functools.cache(lambda name: System(MESHES[name], name, **fields))
 
 
 @pytest.mark.thorough
