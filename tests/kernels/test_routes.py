@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import pytest
 
 from kernels import layouts, masks
 from kernels.backends import reference
+from kernels.backends.steps import PlainForward
 from kernels.one_device import attention
 from kernels.ring import comm, routes
 from kernels.ring.comm import Ring
@@ -287,3 +288,45 @@ def test_a_counted_ring_of_documents_in_their_shards_sends_nothing(layout_name, 
         *(results(r, ids, *x) for r in (on_ring, on_one)), strict=True
     ):
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class OwnForm(PlainForward):
+    """Steps whose carry only kernels for as many keys can read."""
+
+    keys: int = 0
+
+    def begin(self, partial):
+        return {f"{self.keys} keys": partial}
+
+    def finish(self, carry):
+        return carry[f"{self.keys} keys"]
+
+    def attend(self, k, v, seen, carry):
+        assert k.shape[1] == self.keys
+        carry = carry and self.finish(carry)
+        return self.begin(super().attend(k, v, seen, carry))
+
+
+class OwnForms:
+    """A backend of these steps."""
+
+    forward, backward = (
+        staticmethod(reference.forward),
+        staticmethod(reference.backward),
+    )
+
+    def forward_steps(self, q, k, visible, **scores):
+        return OwnForm(reference, q, scores, k.shape[1])
+
+
+@pytest.mark.parametrize("window", [3, 64])
+def test_carries_are_read_by_kernels_for_other_lengths_in_a_common_form(window, rng):
+    """Neighbours send less than a shard of a window; without one all send the same."""
+    layout, mesh = layouts.Contiguous(), ring_mesh(2)
+    q, k, v = np.float32(rng.standard_normal((3, 1, 64, 2, 8)))
+    mask = masks.causal() & masks.window(window)
+    attend = make_ring_attention(mesh, layout=layout, implementation=OwnForms())
+    out = jax.jit(lambda *x: attend(*x, mask))(q, k, v)
+    want = attention(q, k, v, visible=mask, implementation="reference")
+    np.testing.assert_allclose(out, want, atol=1e-5)
