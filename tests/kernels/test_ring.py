@@ -269,6 +269,13 @@ def test_heads_are_padded_where_they_travel_between_tpus(
     assert read.shape == (1, 8, 2, padded)
 
 
+def as_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes rings that are traced from now on take a TPU's order."""
+    monkeypatch.setattr(ring_comm, "is_tpu", lambda: True)
+    for module in ring_comm, ring_backward:
+        monkeypatch.setattr(module, "is_cpu", lambda: False)
+
+
 def branches(length: int, begins: tuple[int, ...]) -> np.ndarray:
     """A prompt and answers to it, which do not see each other: bounds (2, m = 2, T)."""
     index, begins = np.arange(length), np.array(begins)
@@ -288,8 +295,15 @@ def branches(length: int, begins: tuple[int, ...]) -> np.ndarray:
         ("zigzag", 2, routes.ONE_WAY),
     ],
 )
-def test_queries_attend_to_each_of_their_intervals(layout_name, ring_size, route, rng):
-    """An answer sees the prompt, and itself; float64 knows nothing of intervals."""
+def test_queries_attend_to_each_of_their_intervals(
+    layout_name, ring_size, route, monkeypatch, rng
+):
+    """An answer sees the prompt, and itself; float64 knows nothing of intervals.
+
+    In zigzag as on a TPU, which puts off half of the own queries.
+    """
+    if layout_name == "zigzag":
+        as_on_a_tpu(monkeypatch)
     length, heads, depth = 96, 4, 8
     bounds = branches(length, (24, 40, 75))
     key = np.arange(length)
@@ -328,9 +342,7 @@ def test_queries_attend_to_each_of_their_intervals(layout_name, ring_size, route
 @pytest.mark.thorough
 def test_rings_as_on_a_tpu_match_one_device(monkeypatch, rng):
     """Operands in whole lanes, heads first; half of the own queries after the ring."""
-    monkeypatch.setattr(ring_comm, "is_tpu", lambda: True)
-    for module in ring_comm, ring_backward:
-        monkeypatch.setattr(module, "is_cpu", lambda: False)
+    as_on_a_tpu(monkeypatch)
     # Halves of the queries end within a tile.
     case = Case(2, "striped", "documents", 2, 997, 100, heads=2)
     make = functools.partial(sharded_ring)  # not yet compiled
