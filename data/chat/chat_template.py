@@ -261,7 +261,7 @@ def open_template(
     name: one of FORMATS; or `OWN`, which is the corpus', or else the tokenizer's.
 
     Raises:
-      ValueError: there is no template; or the tokenizer lacks one of its tokens, or
+      ValueError: a template is missing; or the tokenizer lacks one of its tokens, or
         takes one's name in a text for the token.
     """
     if name != OWN:

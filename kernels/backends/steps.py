@@ -89,10 +89,10 @@ class PlainBackward(PlainForm):
 
 @dataclass(frozen=True)
 class Launched:
-    """A backend of kernels, whose `forward` and `backward` are one of its steps.
+    """A backend of kernels, whose `forward` and `backward` run a step by itself.
 
-    launch: chip, blocks and the like, an option of these functions. kernels: the
-      module of `forward_steps` and `backward_steps`.
+    launch: chip, blocks and the like, an argument of `forward_steps` and
+      `backward_steps`. kernels: the module of these two.
     """
 
     launch: Any

@@ -60,7 +60,7 @@ def chosen_blocks(
     """Returns blocks of `forward` for heads of d numbers, with other tiles if given.
 
     Raises:
-      ValueError: tiles that there are not, or that do not fit.
+      ValueError: the kernel has no tiles of that size, or they do not fit.
     """
     blocks = blocks or FORWARD[d]
     if sizes is not None:

@@ -1,4 +1,4 @@
-"""Launches the Hopper (H100, H200) kernels, steps of which `backends.steps` describes.
+"""Launches the Hopper (H100, H200) kernels as steps of a ring: see `backends.steps`.
 
 Pads queries to whole tiles and counts in XLA which tiles are live (see `tile_ranges`),
 once a ring, and runs the kernels of `forward`, `backward` and `backward_dq`.
@@ -65,7 +65,7 @@ class Launch:
 
 
 Seen = tuple[jax.Array, ...]
-"""What a kernel reads of the bounds: its operands of these names, in that order."""
+"""What a kernel reads of the bounds: its operands live, full and bounds, in order."""
 
 
 def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> Seen:

@@ -25,7 +25,7 @@ def bars(rows: Sequence[dict[str, Any]]) -> Figure:
     """Draws rows of `bench_kernels` or of `bench_ring`, from one kind of device.
 
     Raises:
-      ValueError: there are no rows, or some of another kind of device.
+      ValueError: rows are missing, or some are of another kind of device.
     """
     kinds = {(row["device_kind"], row["device_count"]) for row in rows}
     if len(kinds) != 1:

@@ -58,7 +58,7 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
     What a process that was killed left of a row is cut off.
 
     Raises:
-      ValueError: a row is no prediction.
+      ValueError: a row is not a prediction.
     """
     if not path.is_file():
         return []
