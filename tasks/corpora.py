@@ -11,7 +11,6 @@ from data.text import token_file
 from data.text.corpus import prepare_standard_library
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer
-from kernels.layouts import Layout, Striped, Zigzag
 from tasks.config_errors import names_fields
 from tasks.systems import document_mask
 
@@ -100,44 +99,3 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     check_alike(corpora)
     counts = [plan.rows for plan in plans]
     return MixedRows(plans), MixedOrder(counts, shares(found, counts), order)
-
-
-def longest_document(config: ConfigDict) -> int | None:
-    """Returns the tokens of the longest document trained on; None if none is known.
-
-    Known are those of corpora that the config names and that can be read; what is wrong
-    with others is found where their rows are.
-    """
-    found = []
-    for name in named(config):
-        try:
-            corpus = TokenFile.open(Path(name), "train")
-        except (FileNotFoundError, ValueError):
-            return None
-        found.append(corpus.lengths.max())
-    return int(max(found)) if found else None
-
-
-def reads_few_shards(
-    config: ConfigDict,
-    layout: Layout,
-    ring_size: int,
-    longest: int | None = None,
-) -> bool:
-    """Returns whether a ring that ends where documents do always sends fewer bytes.
-
-    longest: tokens of a document; None for those of the config's corpora. Gradients
-      come home one device after another then, and shards of a zigzag layout go both
-      ways.
-    """
-    is_packed = config.task == "text" and config.data.rows != "documents"
-    if not is_packed or isinstance(layout, Striped):
-        return False
-    longest = longest or longest_document(config)
-    if longest is None:
-        return False
-    ways = 2 if isinstance(layout, Zigzag) else 1
-    chunk = config.data.context_tokens // ring_size // ways or 1
-    hops = -(-(longest - 1) // chunk)
-    # Keys and values forward, and backward; gradients there, and home.
-    return ways * hops * (2 + 2 + 2 + 2) < 2 * (2 * (ring_size - 1) + ring_size)

@@ -3,10 +3,13 @@
 import textwrap
 from collections.abc import Iterator
 
-from kernels.layouts import Contiguous, Zigzag
-from models.sizes import WINDOW
-from tasks.corpora import reads_few_shards
+from kernels.layouts import Layout, Striped, Zigzag
+from tasks.layout_choice import SEED, ranked_choices
 from tasks.run import Run
+from tasks.systems import AUTO
+
+WORTH = 1.1
+"""Share of attention's seconds from which on another layout is worth a line."""
 
 
 def start_lines(run: Run) -> Iterator[str]:
@@ -45,22 +48,35 @@ def padding_line(run: Run) -> str:
 
 
 def layout_line(run: Run) -> str:
-    """Returns a line on a layout that would suit better; "" if no other does."""
-    config, ring = run.config, run.partition.ring_size
-    if config.task != "text" or ring == 1 or config.remat == "tail":
+    """Returns a line on the chosen layout, or on one that would suit better; or ""."""
+    config = run.config
+    if config.task != "text" or run.partition.ring_size == 1:
         return ""
-    layouts = {"ring": Contiguous(), "zigzag": Zigzag()}
-    suited = [n for n, x in layouts.items() if reads_few_shards(config, x, ring)]
-    pattern = config.model.layer_pattern
-    windows = pattern.count(WINDOW) / len(pattern) if pattern else 0.0
-    if windows > 0.5 or run.mask.window:
-        suited = ["zigzag", "ring"]
-        reason = "most layers have a window, read by neighbours only"
-    elif suited:
-        reason = "documents are short, and lie on few devices"
-    else:
-        suited = ["striped"]
-        reason = "documents may be as long as rows, whose work stripes balance"
-    if config.attention in suited:
+    found: dict[str, float] = {}
+    for one in ranked_choices(run, every=True):
+        found.setdefault(name_of(one.layout), one.seconds)
+    mine, (best, least) = name_of(run.layout), next(iter(found.items()))
+    what = "documents as long as rows"
+    if len(run.rows) > 1:
+        what = f"{len(run.rows)} rows drawn from the corpus with seed {SEED}"
+    what = f"by estimated seconds of attention on {what}"
+    if config.attention == AUTO:
+        others = ", ".join(
+            f"{name} {seconds / least:.2f} x"
+            for name, seconds in found.items()
+            if name != mine
+        )
+        return f"layout: {mine}, {what}; {others}"
+    if found.get(mine, least) <= WORTH * least:
         return ""
-    return f"layout: config.attention={suited[0]} may suit better: {reason}"
+    return (
+        f"layout: {mine} takes {found[mine] / least:.2f} times as long as {best}, "
+        f"{what}: set config.attention={AUTO}"
+    )
+
+
+def name_of(layout: Layout) -> str:
+    """Returns the values of config.attention and config.stripe_granule."""
+    if isinstance(layout, Striped):
+        return f"striped by {layout.granule}"
+    return "zigzag" if isinstance(layout, Zigzag) else "ring"

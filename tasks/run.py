@@ -19,13 +19,15 @@ from ml_collections import ConfigDict
 from data.batch import Block
 from data.document_mask import DocumentMask
 from data.rows import TextBatches
-from kernels import masks
+from kernels import chips, masks
 from kernels.compiler import compiler_options
+from kernels.cost.choice import Choice, known_chip
+from kernels.cost.work import Row
 from kernels.layouts import Layout, Striped, padded_length
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
 from models.memory import Execution, Kept
-from tasks import corpora
+from tasks import layout_choice
 from tasks.config_errors import names_fields
 from tasks.state import abstract_state, optimizer_settings, sharding_of
 from tasks.systems import (
@@ -37,7 +39,6 @@ from tasks.systems import (
     document_mask,
     partition,
 )
-from training import chips
 from training.mesh import Partition
 from training.optimizer import make_optimizer
 from training.overlap import parameter_options
@@ -87,10 +88,15 @@ class Run:
     work(tokens, pairs): `StepWork`, from a step's tokens and visible pairs.
     open_data(): reads the `Data` that the config names; raises FileNotFoundError or
       ValueError where they are missing, or do not fit the config.
+
+    given_rows: what its rows are alike; () for rows drawn from the config's corpora.
+    fixed: the layout, where it is chosen already.
     """
 
     config: ConfigDict
     partition: Partition
+    given_rows: tuple[Row, ...] = ()
+    fixed: Choice | None = None
 
     @classmethod
     def of(cls, config: ConfigDict, devices: Sequence[jax.Device]) -> Self:
@@ -111,10 +117,30 @@ class Run:
     def system(self) -> AttentionSystem:
         return attention_system(self.config)
 
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Rows alike those of the run: what their tokens see."""
+        return self.given_rows or layout_choice.typical_rows(self.config)
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        """The layout that the config names or, of some, the fastest; and its ring."""
+        return self.fixed or layout_choice.ranked_choices(self)[0]
+
+    def choosing(self, choice: Choice) -> Self:
+        """Returns the run with another layout, or ring."""
+        return dataclasses.replace(self, given_rows=self.rows, fixed=choice)
+
+    @functools.cached_property
+    def chip(self) -> chips.Chip:
+        """That of the mesh's devices (see `known_chip`)."""
+        device = self.partition.mesh.abstract_mesh.abstract_device
+        return known_chip(device.device_kind if device else "")
+
     @property
     def layout(self) -> Layout:
         """Layout of a row's tokens over the ring."""
-        return self.system.layout
+        return self.choice.layout
 
     @functools.cached_property
     def mask(self) -> DocumentMask:
@@ -170,10 +196,10 @@ class Run:
                 f"{max(1, -(-rows // parts)) * parts}"
             )
         # First halves in zigzag are a contiguous ring, which takes half of the time.
-        ring, is_striped = self.partition.ring_size, isinstance(self.layout, Striped)
-        if config.remat == "tail" and ring > 1 and not is_striped:
+        ring, layout = self.partition.ring_size, self.system.layout
+        if config.remat == "tail" and ring > 1 and not isinstance(layout, Striped):
             found.append(
-                f"{config.remat=} needs a ring of 1, or stripes, got {self.layout} on "
+                f"{config.remat=} needs a ring of 1, or stripes, got {layout} on "
                 f"{ring}: set config.attention=striped, or config.remat=attention"
             )
         if found:
@@ -234,6 +260,7 @@ class Run:
           ValueError: an unknown implementation, or mask.
         """
         partition, of_run = self.partition, self.mask.within()
+        one_way = [range(partition.ring_size)] if self.choice.one_way else None
         attend = make_ring_attention(
             partition.mesh,
             layout=self.layout,
@@ -242,7 +269,8 @@ class Run:
             implementation=self.implementation,
             keep_tail=self.config.remat == "tail",
             ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
-            count_steps=self.counts_steps(),
+            walks=one_way,
+            count_steps=self.choice.count_steps,
         )
 
         def attend_within(
@@ -264,14 +292,6 @@ class Run:
     def implementation(self) -> str | None:
         """The kernel that the system or the config names; None where neither does."""
         return self.system.implementation or self.config.implementation or None
-
-    def counts_steps(self, longest: int | None = None) -> bool:
-        """Returns whether rings end where a batch's documents do, as they count them.
-
-        longest: tokens of a document; None for those of the config's corpora.
-        """
-        ring = self.partition.ring_size
-        return corpora.reads_few_shards(self.config, self.layout, ring, longest)
 
     # The model, and the training step.
 

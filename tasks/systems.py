@@ -13,13 +13,15 @@ from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
-from kernels import layouts
+from kernels import chips, layouts
 from kernels.layouts import Layout
 from models.memory import NEXT, Device, Execution, Kept, choose_chunk
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
-from training import chips
 from training.mesh import MeshShape, Partition, make_mesh
+
+AUTO = "auto"
+"""The attention whose layout is chosen (see `layout_choice`): of text, in a ring."""
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
@@ -58,6 +60,7 @@ def attention_system(config: ConfigDict) -> AttentionSystem:
         "ring": AttentionSystem(whole, True, None, chunked=True),
         "striped": AttentionSystem(striped, True, None, chunked=True),
         "zigzag": AttentionSystem(layouts.Zigzag(), True, None, chunked=True),
+        AUTO: AttentionSystem(striped, True, None, chunked=True),
     }
     if config.attention not in systems:
         raise ValueError(f"{config.attention=} must be one of {', '.join(systems)}")

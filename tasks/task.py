@@ -7,9 +7,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from kernels.cost.work import Row
 from tasks import corpora, exorl, text
 from tasks.config_errors import fields_by_name
 from tasks.run import Run
+from tasks.systems import partition
 from training.mesh import Partition
 from training.stored_step import is_named
 
@@ -32,17 +34,22 @@ _UNREAD = {
 }
 
 
-def make_run(config: ConfigDict, devices: Partition | Sequence[jax.Device]) -> Run:
+def make_run(
+    config: ConfigDict,
+    devices: Partition | Sequence[jax.Device],
+    rows: tuple[Row, ...] = (),
+) -> Run:
     """Returns the run of a config's task on devices, or on a mesh of them.
+
+    rows: what its rows are alike (see `typical_rows`).
 
     Raises:
       ValueError: the task is unknown, or the mesh does not match the devices.
     """
     _check_task(config)
-    run = RUNS[config.task]
-    if isinstance(devices, Partition):
-        return run(config, devices)
-    return run.of(config, devices)
+    if not isinstance(devices, Partition):
+        devices = partition(config, devices)
+    return RUNS[config.task](config, devices, rows)
 
 
 def run_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, Any]:

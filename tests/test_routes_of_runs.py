@@ -5,6 +5,7 @@ With `-s` and `-m ""` they print what a device sends in a step on each.
 
 import functools
 import importlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
+from kernels.cost.choice import Choice
+from kernels.layouts import Layout, Striped
 from kernels.ring.comm import Ring
-from tasks import systems
-from tasks.run import Run as TaskRun
+from tasks import layout_choice, systems
 from tasks.text import TextRun
 from tests.cases import in_tiers
 from tests.small.runs import Run
@@ -68,6 +70,15 @@ def run_of(corpus: Path, workdir: Path, **fields: Any) -> Run:
     return Run(corpus, workdir, **fields)
 
 
+def counting(counts: bool) -> Callable[..., list[Choice]]:
+    """Lets runs count the steps of their rings, or not, whatever it costs."""
+
+    def options(layouts: Iterable[Layout], may_count: bool) -> list[Choice]:
+        return [Choice(x, counts and may_count and x != Striped()) for x in layouts]
+
+    return options
+
+
 def losses(run: Run) -> np.ndarray:
     run.train()
     return np.array([loss for _, loss in run.points()["train/loss"]])
@@ -111,8 +122,7 @@ def test_a_packed_corpus_has_one_devices_losses(
     want = truth(pattern)
     sent.clear()
     monkeypatch.setattr(ring_attention, "rings_both_ways", lambda: both)
-    if not counts:
-        monkeypatch.setattr(TaskRun, "counts_steps", lambda *_: False)
+    monkeypatch.setattr(layout_choice, "options", counting(counts))
     fields = fields_of(attention, ring, ulysses, pattern)
     got = losses(run_of(short_documents, tmp_path, **fields))
     np.testing.assert_allclose(got, want, rtol=1e-5)
@@ -130,8 +140,9 @@ def test_a_packed_corpus_has_one_devices_losses(
 
 
 def test_a_ring_of_short_documents_takes_the_steps_that_its_batches_need(
-    short_documents, tmp_path, sent
+    short_documents, tmp_path, sent, monkeypatch
 ):
+    monkeypatch.setattr(layout_choice, "options", counting(True))
     run = run_of(short_documents, tmp_path, **fields_of("ring", 8))
     partition = systems.partition(run.config(), jax.devices())
     batches = TextRun(run.config(), partition).batches("train")

@@ -4,6 +4,7 @@ And when its rings end where the documents of its batches do.
 """
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from data.text.tokenizer import ByteTokenizer
 from kernels import layouts
 from kernels.layouts import permute, unpermute
 from kernels.masks import Visible
-from tasks import corpora
 from tasks.layout_advice import layout_line
 from tasks.systems import attention_system
 from tasks.text import TextRun
@@ -26,7 +26,7 @@ from tests.cases import table
 from tests.small.models import partition_of
 from tests.small.runs import small_config
 from training.feed import host_blocks
-from training.mesh import MeshShape
+from training.mesh import MeshShape, Partition
 
 MASKS = ["causal", "window(7)", "prefix(9)"]
 PATTERNS = {"": 2, "w": 2, "wwf": 4, "wf": 3}
@@ -146,24 +146,36 @@ def test_a_rings_attention_is_one_devices(corpus, rng, attention, mask, window):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Corpora by the length of their longest document, 20 or 300 tokens."""
+    """Corpora of "short" documents, of 300 tokens, and of "long" ones, of 20,000."""
     found = tmp_path_factory.mktemp("corpora")
-    for longest in (20, 300):
-        with TokenFileWriter(found / str(longest), ByteTokenizer()) as writer:
-            for length in (5, longest, 7):
-                for split in ("train", "validation"):
+    for name, length in (("short", 300), ("long", 20_000)):
+        with TokenFileWriter(found / name, ByteTokenizer()) as writer:
+            for split in ("train", "validation"):
+                for _ in range(60_000 // length):
                     writer.write(split, np.full(length, 65))
     return found
 
 
-def test_the_longest_document_of_all_corpora_is_known(directory):
-    config = small_config(directory / "20", "")
-    assert corpora.longest_document(config) == 20
-    config.data.corpus = f"{directory / '20'}:0.5,{directory / '300'}:0.5"
-    assert corpora.longest_document(config) == 300
-    for unknown in ("", str(directory / "missing")):
-        config.data.corpus = unknown
-        assert corpora.longest_document(config) is None
+def run_on(
+    directory: Path, corpus: str, mesh: dict[str, int], **fields: Any
+) -> TextRun:
+    fields = {"data__context_tokens": 8192} | fields
+    config = small_config(directory / corpus, "", **fields)
+    mesh_of = MeshShape(**mesh).abstract_mesh("TPU v5 lite")
+    return TextRun(config, Partition(mesh_of))
+
+
+def test_rows_are_drawn_from_the_corpus_that_the_config_names(directory):
+    rows = run_on(directory, "short", {}).rows
+    assert len(rows) == 8
+    for row in rows:
+        (starts,) = np.nonzero(np.diff(row.k_start))
+        assert set(np.diff(starts)) == {300} and row.is_causal
+        assert (row.k_end == np.arange(8192) + 1).all()
+    (row,) = run_on(directory, "missing", {}, mask="window(9)").rows
+    assert row.window == 9 and (row.k_start == np.arange(-8, 8184).clip(0)).all()
+    (row,) = run_on(directory, "missing", {}, mask="prefix(9)").rows
+    assert not row.is_causal and row.k_end[:10].tolist() == [9] * 9 + [10]
 
 
 @pytest.mark.parametrize(
@@ -172,18 +184,14 @@ def test_the_longest_document_of_all_corpora_is_known(directory):
 def test_rings_of_short_documents_are_counted(
     directory, attention, mesh, rows, is_counted
 ):
-    fields = {"attention": attention, "data__rows": rows, "data__context_tokens": 320}
-    for longest in (20, 300):
-        config = small_config(directory / str(longest), "", **fields)
-        counts = TextRun(config, partition_of(MeshShape(**mesh))).counts_steps()
-        assert counts == (is_counted and longest == 20)
+    fields = {"attention": attention, "data__rows": rows, "data__context_tokens": 8192}
+    for corpus in ("short", "long"):
+        choice = run_on(directory, corpus, mesh, **fields).choice
+        assert choice.count_steps == (is_counted and corpus == "short")
 
 
-@pytest.mark.parametrize("longest, fields, advised", table("runs.txt", "counted"))
-def test_a_run_says_which_layout_suits_better(directory, longest, fields, advised):
-    fields = {"data__context_tokens": 320, **fields}
-    config = small_config(directory / str(longest), "", **fields)
-    line = layout_line(TextRun(config, partition_of(MeshShape(ring=8))))
-    assert line.startswith(f"layout: config.attention={advised} may") or not advised
-    assert bool(line) == bool(advised)
-    assert layout_line(TextRun(config, partition_of(MeshShape()))) == ""
+@pytest.mark.parametrize("corpus, fields, line", table("runs.txt", "advice"))
+def test_a_run_says_which_layout_suits(directory, corpus, fields, line):
+    said = layout_line(run_on(directory, corpus, {"ring": 8}, **fields))
+    assert re.fullmatch(f"layout: {line}" if line else "", said), said
+    assert layout_line(run_on(directory, corpus, {}, **fields)) == ""

@@ -19,12 +19,12 @@ from typing import Any
 
 from configs import models
 from data.json_text import parse_json
+from kernels.chips import CHIPS
 from models.flops import num_matrix_parameters
 from models.sizes import LanguageModelConfig
 from tasks.command_line import Parser, as_program
 from tools.lib.files import write_json
 from tools.lib.planning.step import SPARE_SHARE
-from training.chips import CHIPS
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from kernels.ring.slices import lay_out
 from kernels.ring.torus import Groups, pairs_along
@@ -120,10 +127,15 @@ class MeshShape:
         ring, tensor = {"ring": self.ring}, {"tensor": self.tensor}
         return {"data": self.data, "fsdp": self.fsdp} | outer | ring | ulysses | tensor
 
-    def abstract_mesh(self) -> AbstractMesh:
-        """Makes a mesh of devices that need not be there."""
-        types = (AxisType.Auto,) * len(self.axes)
-        return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), types)
+    def abstract_mesh(self, kind: str | None = None) -> AbstractMesh:
+        """Makes a mesh of devices that need not be there, of a kind if it is known."""
+        platform = "tpu" if kind and kind.startswith("TPU") else "gpu"
+        return AbstractMesh(
+            tuple(self.axes.values()),
+            tuple(self.axes),
+            (AxisType.Auto,) * len(self.axes),
+            abstract_device=kind and AbstractDevice(kind, None, platform),
+        )
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 
-from training import chips
+from kernels import chips
 
 
 def peak_bytes() -> int | None:

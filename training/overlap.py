@@ -1,6 +1,6 @@
 """XLA options with which collectives of parameters run beside a step's compute."""
 
-from training.chips import Chip
+from kernels.chips import Chip
 
 OFFLOADS = tuple(
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layouts import Contiguous, Layout, Striped, order
+from ..layouts import Layout, Striped, Zigzag, order
 from ..masks import Visible
 
 Span = tuple[int, int]
@@ -279,11 +279,11 @@ def route_within(
     slots = outline.k_start.shape[1] // ring_size
     if are_few(reads, ring_size, slots):
         return Neighbours(reads)
-    if not counts or isinstance(layout, Striped):  # documents are everywhere
+    if not counts or layout == Striped():  # documents are everywhere
         return None
     index = order(layout, ring_size, ring_size * slots)
     is_causal = bool((outline.k_end <= index + 1).all())
-    return Counted(both_ways=not (isinstance(layout, Contiguous) and is_causal))
+    return Counted(both_ways=isinstance(layout, Zigzag) or not is_causal)
 
 
 def reads_of(visible: Visible, layout: Layout, ring_size: int) -> tuple[Read, ...]:

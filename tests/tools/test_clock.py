@@ -1,6 +1,5 @@
 """Seconds of rings: counted pairs, kernels of known chips, and transfers on links."""
 
-import dataclasses
 import re
 
 import jax
@@ -9,35 +8,37 @@ import numpy as np
 import pytest
 
 from data.document_mask import DocumentMask
-from kernels import layouts
+from kernels import chips, layouts
+from kernels.cost import clock
+from kernels.cost.clock import PRODUCTS, Heads, Ring
+from kernels.cost.work import TILE, Row, Sequence, document_spans
 from kernels.masks import Visible
 from kernels.ring.comm import Ring as DeviceRing
 from kernels.ring.routes import ONE_WAY, AllShards, Counted, both_ways
 from tests.pages import PAGES
 from tests.rings import ring_mesh
-from tools.lib.planning import clock
-from tools.lib.planning.clock import PRODUCTS, Ring
-from tools.lib.planning.visible import (
-    CAUSAL,
-    TILE,
-    Sequence,
-    document_spans,
-    visible_pairs,
-)
-from training import chips
 
 V4, V5E, V5P, V6E, H200 = map(
     chips.find, ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "NVIDIA H200")
 )
 LENGTH = 2048
+CAUSAL = DocumentMask()
 MASKS = CAUSAL, DocumentMask(window=130), DocumentMask(prefix=1000)
+
+
+def row_of(tokens, documents=(), mask=CAUSAL):
+    index = np.arange(tokens, dtype=np.int32)
+    bounds = mask.bounds(index, *document_spans(documents, index, tokens))
+    return Row(*bounds, mask.window, is_causal=not mask.prefix)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("documents", [(), (700,), (100, 900, 3000)])
 @pytest.mark.parametrize("layout", [layouts.Contiguous(), layouts.Zigzag()], ids=str)
 def test_counts_are_those_of_the_mask(layout, documents, mask):
-    sequence = Sequence(layout, 4, LENGTH, documents, mask)
+    row = row_of(4 * LENGTH, documents, mask)
+    work = Sequence(row, layout, 4, LENGTH).work()
+    assert work.rows == LENGTH // TILE
     for device, source in ((0, 0), (3, 1), (0, 2)):
         token = np.asarray(layout.index(device, 4, LENGTH))
         key = np.asarray(layout.index(source, 4, LENGTH))
@@ -48,27 +49,32 @@ def test_counts_are_those_of_the_mask(layout, documents, mask):
         subs = seen.reshape(LENGTH // 256, 256, LENGTH // 256, 256).any((1, 3))
         tiles = seen.reshape(LENGTH // TILE, TILE, LENGTH // TILE, TILE)
         partial = tiles.any((1, 3)) & ~tiles.all((1, 3))
-        found = sequence.count(device, source)
-        assert found == (subs.sum() * 256**2, LENGTH // TILE, partial.sum())
+        assert work.pairs[device, source] == subs.sum() * 256**2
+        assert work.partial[device, source] == partial.sum()
 
 
 def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
-    token = np.arange(14)
-    spans = document_spans((3, 7), token, 14)
+    index = np.arange(14)
+    behind = index[:, None] - index  # (14, 14)
+    document = np.searchsorted((3, 10, 13), index, side="right")
+    is_own = document[:, None] == document
+    place = index - np.array((0, 3, 10, 13))[document]
     for size in (1, 2, 5, 20):
-        for mask in DocumentMask(window=size), DocumentMask(prefix=size):
-            start, end = mask.bounds(token, *spans)
-            assert visible_pairs((3, 7), 14, mask) == (end - start).sum()
-    assert visible_pairs((), 12, DocumentMask(window=12)) == visible_pairs((), 12)
+        seen = is_own & (behind >= 0) & (behind < size)
+        assert row_of(14, (3, 7), DocumentMask(window=size)).pairs == seen.sum()
+        assert row_of(14, (3, 7)).seen_within(size).pairs == seen.sum()
+        seen = is_own & ((behind >= 0) | (place < size))
+        assert row_of(14, (3, 7), DocumentMask(prefix=size)).pairs == seen.sum()
+    row = row_of(14, (3, 7), DocumentMask(window=2))
+    assert row.seen_within(3) is row and row.seen_within(1).window == 1
 
 
-def make_ring(length, size=64, layout=None, mask=CAUSAL, documents=(), **fields):
-    layout = layout or layouts.Striped()
-    values = {"rows": 1, "heads": 8, "kv_heads": 8, "head_dim": 128}
-    values |= {"route": AllShards(both_ways(size))} | fields
-    sent = 2 * length * values["kv_heads"] * 128 * 2
-    sequence = Sequence(layout, size, length, documents, mask)
-    return Ring(sequence, keys_bytes=sent, gradients_bytes=2 * sent, **values)
+def make_ring(length, size=64, layout=None, mask=CAUSAL, head_dim=128, **fields):
+    sequence = Sequence(
+        row_of(size * length, mask=mask), layout or layouts.Striped(), size, length
+    )
+    values = {"route": AllShards(both_ways(size))} | fields
+    return Ring(sequence, 1, Heads(8, 8, head_dim), sent=128, **values)
 
 
 def per_pair(chip, length, direction):
@@ -134,8 +140,13 @@ def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_gradients_are_sent_as_often_as_there_are_devices(size):
     """After each kernel but the last one, and home."""
-    ring = dataclasses.replace(make_ring(LENGTH, size, route=ONE_WAY), keys_bytes=0)
-    steps = (ring._sent(ring.schedule, n, V5P, "backward") for n in range(size))
+    ring = make_ring(LENGTH, size, route=ONE_WAY)
+    # Keys go on after each step but the last, as they do forward.
+    steps = (
+        ring._sent(ring.schedule, n, V5P, "backward")
+        - ring._sent(ring.schedule, n, V5P, "forward")
+        for n in range(size)
+    )
     once = ring.gradients_bytes / V5P.interconnect_bytes_per_second
     assert sum(steps) + ring._home(ring.schedule, V5P) == pytest.approx(size * once)
 
@@ -143,7 +154,7 @@ def test_gradients_are_sent_as_often_as_there_are_devices(size):
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
     window, zigzag = DocumentMask(window=1024), layouts.Zigzag()
     whole = make_ring(16384, layout=zigzag, mask=window)
-    route = clock._route(whole.sequence, V5P, is_counted=False, reads_less=True)
+    route = Ring.of(whole.sequence, 1, whole.heads, V5P).route
     few = make_ring(16384, layout=zigzag, mask=window, route=route)
     assert few.describe() == "neighbours" and few.schedule.last == 1
     # Two ways carry what is read: a sixteenth of a shard each, in place of half of one.
@@ -165,11 +176,14 @@ def test_a_counted_ring_brings_gradients_home_alone(count):
 
 
 @pytest.mark.parametrize("documents", [(), (2000,), (96,), (96, 1400)])
-@pytest.mark.parametrize("layout", [layouts.Contiguous(), layouts.Zigzag()], ids=str)
+@pytest.mark.parametrize(
+    "layout", [layouts.Contiguous(), layouts.Zigzag(), layouts.Striped(16)], ids=str
+)
 def test_counted_steps_are_those_that_the_ring_counts(layout, documents):
     length = 128
-    sequence = Sequence(layout, 4, length, documents)
-    route = clock._route(sequence, V5P, is_counted=True, reads_less=True)
+    sequence = Sequence(row_of(4 * length, documents), layout, 4, length)
+    planned = Ring.of(sequence, 1, Heads(1, 1, 128), V5P, counts=True)
+    route = planned.route
     assert route.both_ways == isinstance(layout, layouts.Zigzag)
     token = layouts.order(layout, 4, 4 * length)
     bounds = CAUSAL.bounds(token, *document_spans(documents, token, 4 * length))
@@ -183,4 +197,4 @@ def test_counted_steps_are_those_that_the_ring_counts(layout, documents):
         out_specs=spec(),
         check_vma=False,
     )
-    assert clock._counted_steps(route, sequence) == int(jax.jit(count)(visible))
+    assert planned.count == int(jax.jit(count)(visible))

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels import chips
 from kernels.ring.torus import wraps
 from tests.cases import pairs
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.hlo_text import arrays
 from tools.lib.compiled.pods import PODS, aot_pod, compile_for, device_kind, tpu_devices
 from tools.lib.planning.roofline import Roofline, Work
-from training import chips
 
 HLO = Path(__file__).parents[1] / "fixtures/hlo"
 # Two layers of a ring, scanned; around them what a TPU and a GPU print, and how.

@@ -3,34 +3,34 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from data.document_mask import DocumentMask
+from kernels import chips
 from kernels.backends.block_sizes import BlockSizes
+from kernels.chips import measured
+from kernels.cost.clock import PRODUCTS
+from kernels.cost.work import Row, Sequence
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
+from tasks.layout_choice import ring_passes
 from tasks.task import make_run
 from tools import plan_pod
 from tools.lib.benchmarks.problems import tiles_per_step
 from tools.lib.compiled.hlo import TRANSFER, Collective, Instruction, Program
-from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks
 from tools.lib.planning.estimate import (
     Attention,
     Estimate,
     cycles_per_second,
     estimate,
-    measured,
-    ring_passes,
     synchronous_seconds,
 )
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import kinds
 from tools.lib.planning.roofline import Roofline, Work
-from tools.lib.planning.visible import Sequence
 from tools.plan_pod import read_config
-from training import chips
 from training.mesh import MESH_AXES, MeshShape, Partition
 
 V4, V5E, V5P, V6E, H200 = map(
@@ -60,13 +60,13 @@ def test_area_is_that_of_the_counted_tiles(layout, ring_size):
     visible = causal()(np.arange(ring_size * length)[None], ring_size * length)
     work = tiles_per_step(layout, ring_size, visible, BlockSizes(256, 256))
     expected = work.max(axis=0).sum() * 256**2 / ring_size
-    assert Sequence(layout, ring_size, length).area == pytest.approx(expected)
+    row = Row.of((), ring_size * length)
+    assert Sequence(row, layout, ring_size, length).area == pytest.approx(expected)
 
 
 def test_ring_hides_where_a_device_has_tokens_enough():
-    long = Ring.of(run_7b(), V4)
+    long, short = (ring_passes(run_7b(n), V4)[0].ring for n in (2**23, 2**21))
     assert long.keys_bytes == 2 * 16384 * 4096 * 2
-    short = Ring.of(run_7b(2**21), V4)
     for direction in PRODUCTS:
         assert long.times(V4, direction).outlasting == 0
         assert short.times(V4, direction).outlasting > 0
@@ -78,23 +78,27 @@ def test_ring_hides_where_a_device_has_tokens_enough():
 def test_rings_of_a_step_are_those_that_remat_runs():
     """Counted by intervals, the first half of the tokens is a quarter of the work."""
     for layout, ring_size in (Striped(), 8), (Contiguous(), 1), (Zigzag(), 1):
-        areas = [Sequence(layout, ring_size, n).area for n in (8192, 16384)]
+        areas = [
+            Sequence(Row.of((), ring_size * n), layout, ring_size, n).area
+            for n in (8192, 16384)
+        ]
         assert areas[0] / areas[1] == pytest.approx(1 / 4, rel=0.05), layout
-    ring = Ring.of(run_7b(), V4)
     forward = {}
     for remat in ("attention", "tail", "nothing"):
-        *parts, (times, whole, _) = ring_passes(run_7b(remat=remat), V4)
-        assert (times, whole) == (32, ring)
-        forward[remat] = sum(n * part.area for n, part, _ in parts) / (32 * ring.area)
+        *parts, whole = ring_passes(run_7b(remat=remat), V4)
+        ring = whole.ring
+        assert (whole.times, ring.sequence.part) == (32, "whole")
+        area = sum(part.times * part.ring.area for part in parts)
+        forward[remat] = area / (32 * ring.area)
     expected = {"attention": 1, "tail": 1.25, "nothing": 2}
     assert forward == pytest.approx(expected, rel=0.02)
     budget = {"remat_budget_gib": 8.5 * 16384 * 8320 / 2**30}
     passes = ring_passes(run_7b(**budget), V4)
-    assert [times for times, _, _ in passes] == [2 * 24, 8, 32]
+    assert [one.times for one in passes] == [2 * 24, 8, 32]
     passes = ring_passes(run_7b(remat="tail", **budget), V4)
-    assert [times for times, _, _ in passes] == [2 * 15, 15, 17, 17, 32]
-    (_, front, _), (_, tail, _), _ = ring_passes(run_7b(remat="tail"), V4)
-    sent = [part.keys_bytes / ring.keys_bytes for part in (front, tail)]
+    assert [one.times for one in passes] == [2 * 15, 15, 17, 17, 32]
+    *parts, _ = ring_passes(run_7b(remat="tail"), V4)
+    sent = [part.ring.keys_bytes / ring.keys_bytes for part in parts]
     assert sent == [0.5, 1]
 
 
@@ -103,22 +107,23 @@ WINDOWS |= {"model.layer_pattern": "wwwf", "model.window": 1024}
 
 
 def test_layers_see_what_the_runs_mask_and_their_window_show():
-    for mask, seen in (
-        ("window(512)", (512, 512)),
-        ("window(4096)", (1024, 4096)),
-        ("prefix(4096)", (1024, 0)),
+    for mask, layers in (
+        ("window(512)", {512: 32}),
+        ("window(4096)", {1024: 24, 4096: 8}),
+        ("prefix(4096)", {1024: 24, 0: 8}),
     ):
-        *windows, full = layer_masks(run_7b(mask=mask, **WINDOWS))[:4]
-        assert [one.window for one in windows] == 3 * [seen[0]]
-        assert (full.window, full.prefix) == (seen[1], 4096 if "p" in mask else 0)
-        assert not any(one.prefix for one in windows)
+        found: Counter[int] = Counter()
+        for one in ring_passes(run_7b(2**18, mask=mask, **WINDOWS), V4):
+            row = one.ring.sequence.row
+            found[row.window] += one.times * (one.direction == "backward")
+            assert row.is_causal == (row.window > 0)
+        assert found == layers
 
 
 def test_each_kind_of_layers_takes_its_time_on_its_own_route():
     config, mesh = config_7b(2**21, **WINDOWS), partition(ring=64, tensor=8)
     run = make_run(config, mesh)
-    ring = Ring.of(run, V4, mask=DocumentMask(window=1024))
-    full = Ring.of(run, V4)
+    ring, full = (one.ring for one in ring_passes(run, V4)[:2])
     # Home, and a neighbour on each side; whole shards would have 64 steps.
     assert (ring.schedule.last, full.schedule.last) == (1, 63)
     assert ring.describe() == "neighbours" and full.describe() == "both ways"
@@ -181,7 +186,7 @@ def test_links_of_some_chips_were_measured_and_cores_count_their_cycles():
 def test_attention_is_that_of_the_rings_and_its_kernels_share_it():
     run, kernels = run_7b(), ("forward", "forward", "backward")
     found = Attention.of(run, V4, program(*kernels))
-    ring = Ring.of(run, V4)
+    ring = ring_passes(run, V4)[0].ring
     for direction, times in (("forward", 2), ("backward", 1)):  # remat runs it again
         seconds = times * 32 * ring.times(V4, direction).kernels
         assert found.kernels[direction] == pytest.approx(seconds)
@@ -213,7 +218,7 @@ def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it(
 @pytest.mark.thorough
 @pytest.mark.parametrize("context", [2**22, 2**23])
 def test_best_mesh_fits_and_takes_the_least_time(context):
-    found = suggestions(config_7b(context), 512, V4)
+    found = suggestions(config_7b(context, attention="striped"), 512, V4)
     assert found[0].fits and found[0].ring_waits == 0
     # One row, and 32 heads: nothing else divides.
     assert all(one.mesh["data"] == one.mesh["fsdp"] == 1 for one in found)
@@ -234,7 +239,7 @@ def test_rows_that_count_their_steps_end_with_their_documents():
     whole, packed = (
         next(one for one in found if one.mesh["ring"] == 64) for found in meshes
     )
-    assert whole.route == "both ways"
+    assert whole.route == "one way"  # which hides by far
     assert packed.route == "7 of 63 steps, both ways: the longest document"
     # On their way home nothing hides gradients.
     assert packed.ring_waits > whole.ring_waits

@@ -14,9 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from kernels import chips
+from kernels.chips import CHIPS
 from tests.cases import table
-from training import chips, sinks
-from training.chips import CHIPS
+from training import sinks
 from training.goodput import KINDS, Goodput
 from training.metrics import StepWork, Throughput
 from training.overlap import OFFLOADS, parameter_options

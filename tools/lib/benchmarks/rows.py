@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from data.json_text import parse_json
+from kernels import chips
 from tools.lib.files import write_json
-from training import chips
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -18,9 +18,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels import chips
+from kernels.chips import Chip
 from kernels.ring.torus import wraps
-from training import chips
-from training.chips import Chip
 
 GPUS_OF_A_HOST, MOST_HOSTS = 8, 64
 

@@ -8,15 +8,15 @@ by XLA's own cycles has some of that.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from kernels.chips import Chip
+from kernels.cost.clock import PRODUCTS, source
 from kernels.device import kernel_cores
-from models.memory import RERUN
+from tasks.layout_choice import ring_passes
 from tasks.run import Run
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
-from tools.lib.planning.clock import PRODUCTS, Ring, layer_masks, source
 from tools.lib.planning.roofline import Roofline
-from training.chips import Chip
 
 PARTS = {
     "attention": ("A", "attention kernels"),
@@ -28,16 +28,6 @@ PARTS = {
     "other_waits": ("c", "waits: other collectives"),
 }
 """Fields of an estimate that add up to a step: letter of a bar, and name."""
-
-LINKS = {"TPU v5p": (4.55e-6, 86.3e9), "TPU v6e": (2.29e-6, 86.8e9)}
-"""Seconds before the first byte, and bytes a second of a link: `lax.ppermute` as others
-measured it on v5p-8 and v6e-8 (marin-community/marin#6736, June 2026)."""
-
-
-def measured(chip: Chip) -> Chip:
-    """Returns a chip with links as they were measured, if they were."""
-    latency, rate = LINKS.get(chip.name, (0.0, chip.interconnect_bytes_per_second))
-    return replace(chip, link_latency=latency, interconnect_bytes_per_second=rate)
 
 
 def cycles_per_second(chip: Chip) -> float:
@@ -66,29 +56,23 @@ class Attention:
     ways: int = 1
 
     @classmethod
-    def of(
-        cls,
-        run: Run,
-        chip: Chip,
-        program: Program,
-        documents: tuple[int, ...] = (),
-    ) -> "Attention":
-        """Estimates both for a run on a mesh of this chip; documents: of `Ring`."""
+    def of(cls, run: Run, chip: Chip, program: Program) -> "Attention":
+        """Estimates both for a run on a mesh of this chip."""
         config, counts = run.config, program.kernels()
         if not counts:
             return cls({}, 0.0, {}, "attention is among the other instructions")
         outlasting = 0.0
         spent, areas, layers = Counter(), Counter(), Counter()
-        passes = ring_passes(run, chip, documents)
-        for times, ring, direction in passes:
-            found, mask = ring.times(chip, direction), ring.sequence.mask
-            spent[direction, mask] += times * found.kernels
+        passes = ring_passes(run, chip)
+        for times, ring, direction, found in passes:
+            window = ring.sequence.row.window
+            spent[direction, window] += times * found.kernels
             areas[direction] += times * ring.area
-            layers[mask] += times * (direction == "backward")
+            layers[window] += times * (direction == "backward")
             outlasting += times * found.outlasting
-        seconds = {name: sum(spent[name, mask] for mask in layers) for name in PRODUCTS}
+        seconds = {name: sum(spent[name, size] for size in layers) for name in PRODUCTS}
         shortest = {
-            name: layers.total() * min(spent[name, m] / layers[m] for m in layers)
+            name: layers.total() * min(spent[name, n] / layers[n] for n in layers)
             for name in PRODUCTS
         }
         again = areas["forward"] / areas["backward"]
@@ -107,7 +91,7 @@ class Attention:
             "backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
             + ("; soft caps take no time" if config.model.attention_soft_cap else ""),
-            ways=min(ring.ways for _, ring, _ in passes),
+            ways=min(one.ring.ways for one in passes),
         )
 
 
@@ -138,33 +122,6 @@ class Estimate:
     def step(self) -> float:
         """Seconds of the whole step."""
         return sum(getattr(self, part) for part in PARTS)
-
-
-def ring_passes(
-    run: Run, chip: Chip, documents: tuple[int, ...] = ()
-) -> list[tuple[int, Ring, str]]:
-    """Returns the rings of a step: how often each runs, and in which direction.
-
-    Each kind of layers has rings of its own. documents: of `Ring`.
-    """
-    config, masks = run.config, layer_masks(run)
-    rings = {m: Ring.of(run, chip, documents, m) for m in set(masks)}
-    passes, first = [], 0
-    for settings, count in run.execution.runs(len(masks)):
-        again = 2 if settings.remat in RERUN else 1
-        for mask, layers in Counter(masks[first : first + count]).items():
-            ring, times = rings[mask], layers * config.train.microbatches
-            if config.remat == "tail":  # then every layer's forward is two rings
-                # The first half of the queries sees half of the keys.
-                front, tail = ring.part("front"), ring.part("tail")
-                passes += [(again * times, front, "forward"), (times, tail, "forward")]
-            else:
-                passes.append((again * times, ring, "forward"))
-        first += count
-    return passes + [
-        (layers * config.train.microbatches, rings[mask], "backward")
-        for mask, layers in Counter(masks).items()
-    ]
 
 
 def bytes_per_second(chip: Chip, kind: str, ways: int = 1) -> float:

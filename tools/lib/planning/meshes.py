@@ -14,6 +14,7 @@ A Ulysses axis of U devices makes a shard of the ring U times as long. It must d
 device's query heads here, so that none are computed in vain.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -22,14 +23,16 @@ from typing import Any
 
 import ml_collections
 
+from kernels.chips import Chip
+from kernels.cost.clock import Ring
+from tasks.layout_advice import name_of
+from tasks.layout_choice import ring_passes, typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
 from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER
-from tools.lib.planning.clock import Ring
-from tools.lib.planning.estimate import bytes_per_second, ring_passes
+from tools.lib.planning.estimate import bytes_per_second
 from tools.lib.planning.step import SPARE_SHARE, device_bytes, saved_bytes
-from training.chips import Chip
 from training.mesh import MESH_AXES, MeshShape, Partition
 
 LAYER_ARRAYS, RING_ARRAYS = 6, 7
@@ -44,15 +47,17 @@ class Suggestion:
     """A mesh, and its figures.
 
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
-    route: that the rings take.
-    attention, ring_waits, other_waits: seconds of the kernels of a step, of ring
-      transfers that outlast them, and of other exposed communication.
+    layout, route: of the rings.
+    attention, ring_waits, other_waits: seconds of the kernels of a step and of small
+      instructions beside them, of ring transfers that outlast them, and of other
+      exposed communication.
     products: other matrix products at the chip's peak, each once.
     """
 
     mesh: dict[str, int]
     memory: float
     fits: bool
+    layout: str
     route: str
     attention: float
     ring_waits: float
@@ -81,30 +86,33 @@ def suggestions(
 ) -> list[Suggestion]:
     """Returns every mesh of a number of devices, best first.
 
-    documents: lengths of those packed in a row, repeated; none for one document.
+    documents: as of `typical_rows`.
 
     Raises:
       ValueError: no mesh suits; the message says what is wrong with one ring of all.
     """
+    rows = typical_rows(config, documents)
+
+    def suggested(*sizes: int) -> Suggestion:
+        run = make_run(config, _partition(config, chip, *sizes), rows)
+        return suggestion(run)
+
     found = []
     for sizes in _factorisations(devices):
-        try:
-            run = make_run(config, _partition(config, *sizes))
-            found.append(suggestion(run, chip, documents))
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            found.append(suggested(*sizes))
     if not found:
-        suggestion(make_run(config, _partition(config, 1, 1, devices, 1, 1)), chip)
+        suggested(1, 1, devices, 1, 1)
     return sorted(found, key=lambda one: one.rank)
 
 
-def suggestion(run: Run, chip: Chip, documents: tuple[int, ...] = ()) -> Suggestion:
-    """Estimates memory and time of a run's mesh.
+def suggestion(run: Run) -> Suggestion:
+    """Estimates memory and time of a run's mesh, in its best layout.
 
     Raises:
       ValueError: something does not divide over it.
     """
-    config, partition = run.config, run.partition
+    config, partition, chip = run.config, run.partition, run.chip
     if partition.shards("sequence") > 1 and not run.system.sharded:
         raise ValueError(f"{config.attention=} has no ring of {partition.ring_size}")
     if config.model.num_heads % (partition.mesh.shape["tensor"] * partition.slices):
@@ -114,18 +122,18 @@ def suggestion(run: Run, chip: Chip, documents: tuple[int, ...] = ()) -> Suggest
     memory = device_bytes(held) + workspace_bytes(run)
     if config.remat != "offload":
         memory += saved_bytes(run)
-    passes = ring_passes(run, chip, documents)
-    found = [(times, ring.times(chip, way)) for times, ring, way in passes]
-    ring = passes[0][1]
+    passes = ring_passes(run, chip)
+    ring = passes[0].ring
     tokens = config.data.batch_rows * config.data.context_tokens
     products = run.work(tokens, 0).model_flops
     return Suggestion(
         mesh=partition.sizes,
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
-        route="; ".join(dict.fromkeys(each.describe() for _, each, _ in passes)),
-        attention=sum(times * one.kernels for times, one in found),
-        ring_waits=sum(times * one.outlasting for times, one in found),
+        layout=name_of(run.layout),
+        route="; ".join(dict.fromkeys(each.ring.describe() for each in passes)),
+        attention=sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
+        ring_waits=sum(x.times * x.spent.outlasting for x in passes),
         other_waits=exposed_seconds(run, ring, chip),
         products=products / (partition.mesh.size * chip.peak_flops),
     )
@@ -163,7 +171,7 @@ def exposed_seconds(run: Run, ring: Ring, chip: Chip) -> float:
     activations = run.local_tokens * model.hidden_size * itemsize
     sent += model.num_layers * (4 + again) * activations * _all_reduced(tensor)
     # q, out, k and v forward, again, and their gradients.
-    heads = 2 * (ring.heads + ring.kv_heads) * partition.slices * model.head_dim
+    heads = 2 * sum(ring.heads[:2]) * partition.slices * model.head_dim
     swapped = run.local_tokens * heads * itemsize
     passes = 3 if again else 2
     swapped *= model.num_layers * passes * _exchanged(partition.slices, tensor)
@@ -197,7 +205,8 @@ def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
             yield *sizes, devices // math.prod(sizes)
 
 
-def _partition(config: ml_collections.ConfigDict, *sizes: int) -> Partition:
+def _partition(config: ml_collections.ConfigDict, chip: Chip, *sizes: int) -> Partition:
     """Returns a partition of this shape, cut as `systems.partition` does."""
     shape = MeshShape(**dict(zip(MESH_AXES, sizes, strict=True)))
-    return Partition(shape.cut_ring(config.model.hidden_size).abstract_mesh())
+    shape = shape.cut_ring(config.model.hidden_size)
+    return Partition(shape.abstract_mesh(chip.device_kinds[0]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.json_text import is_number, parse_json, short
+from kernels.chips import Chip, measured
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.estimate import (
@@ -20,12 +21,10 @@ from tools.lib.planning.estimate import (
     cycles_per_second,
     estimate,
     exposed_seconds,
-    measured,
     synchronous_seconds,
 )
 from tools.lib.planning.roofline import Roofline
 from tools.lib.planning.step import Memory, Step
-from training.chips import Chip
 from training.metrics import StepWork
 
 
@@ -123,7 +122,7 @@ class Plan:
         run, config = step.run, step.run.config
 
         def timed(chip: Chip, rate: float) -> tuple[Attention, Roofline, Estimate]:
-            attention = Attention.of(run, chip, program, step.documents)
+            attention = Attention.of(run, chip, program)
             known = attention.by_name | synchronous_seconds(moved, chip)
             roofline = Roofline(program, chip, known, rate)
             found = estimate(chip, attention, roofline, moved, peak_seconds)

@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
+from kernels.chips import Chip
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.hlo_text import COLLECTIVES, Array, Computation, Operation
-from training.chips import Chip
 
 SLICES = ("dynamic-slice", "slice", "gather")
 IN_PLACE = ("dynamic-update-slice", "scatter")

@@ -13,12 +13,11 @@ import ml_collections
 
 from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import config_checks
+from tasks.layout_choice import typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
 from tasks.task import make_run
 from tools.lib.compiled.pods import Pod, compile_to_fit
-from tools.lib.planning.clock import layer_masks
-from tools.lib.planning.visible import visible_pairs
 from training.mesh import HOST_MEMORY
 from training.metrics import StepWork
 
@@ -68,7 +67,7 @@ class Step:
           ValueError: something in the config is wrong, or does not suit the devices.
         """
         check(config, len(pod.devices))
-        run = make_run(config, pod.devices)
+        run = make_run(config, pod.devices, typical_rows(config, documents))
         frozen = abstract_frozen(run.model, run.partition)
         kernel = _implementation(run)
         return cls(run, pod, run.train_step(), frozen, kernel, documents)
@@ -85,10 +84,14 @@ class Step:
 
     def work(self) -> StepWork:
         """Returns the work of a step whose rows are documents; without padding."""
-        data, masks = self.run.config.data, layer_masks(self.run)
-        rows, tokens = data.batch_rows, data.context_tokens
-        pairs = [visible_pairs(self.documents, tokens, mask) for mask in masks]
-        return self.run.work(rows * tokens, rows * sum(pairs) / len(pairs))
+        data, kinds = self.run.config.data, self.run.sizes.layer_kinds
+        pairs = [
+            row.seen_within(kind.window).pairs
+            for row in self.run.rows
+            for kind in kinds
+        ]
+        tokens = data.batch_rows * data.context_tokens
+        return self.run.work(tokens, data.batch_rows * sum(pairs) / len(pairs))
 
 
 def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None:

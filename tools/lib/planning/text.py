@@ -5,13 +5,13 @@ import operator
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
+from kernels.chips import Chip
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
 from tools.lib.planning.estimate import PARTS, Estimate, bytes_per_second
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
 from tools.lib.planning.step import SPARE_SHARE
-from training.chips import Chip
 from training.mesh import MESH_AXES
 
 RING_NAME = f"{TRANSFER} (ring)"

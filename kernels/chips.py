@@ -1,6 +1,6 @@
 """Lists the accelerators' peaks: the one table that this project divides by."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB, GB = 2**30, 10**9
 UNIT_FLOPS = 2 * 128**2
@@ -95,3 +95,14 @@ def find(device_kind: str) -> Chip | None:
     Only exact names count: an unknown device has no MFU rather than a guessed one.
     """
     return next((chip for chip in CHIPS if device_kind in chip.device_kinds), None)
+
+
+LINKS = {"TPU v5p": (4.55e-6, 86.3e9), "TPU v6e": (2.29e-6, 86.8e9)}
+"""Seconds before the first byte, and bytes a second of a link: `lax.ppermute` as others
+measured it on v5p-8 and v6e-8 (marin-community/marin#6736, June 2026)."""
+
+
+def measured(chip: Chip) -> Chip:
+    """Returns a chip with links as they were measured, if they were."""
+    latency, rate = LINKS.get(chip.name, (0.0, chip.interconnect_bytes_per_second))
+    return replace(chip, link_latency=latency, interconnect_bytes_per_second=rate)

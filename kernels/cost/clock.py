@@ -5,29 +5,30 @@ each row of tiles and each partial tile (bundles of compiled kernels: CYCLES). O
 ring step the slowest device stands against its fullest link. Nothing here is measured.
 """
 
-from collections import Counter
+import functools
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from data.document_mask import DocumentMask
-from kernels.device import kernel_cores, rings_both_ways
-from kernels.layouts import order as layout_order
-from kernels.masks import Visible
-from kernels.ring.routes import (
+import numpy as np
+
+from ..chips import Chip
+from ..device import kernel_cores, rings_both_ways
+from ..layouts import Layout, order
+from ..masks import Visible
+from ..ring.routes import (
     ONE_WAY,
     AllShards,
     Counted,
     Neighbours,
+    RingOrder,
     Route,
     Schedule,
     both_ways,
     reads_of,
     route_within,
 )
-from kernels.ring.ulysses import share_heads
-from tasks.run import Run
-from tools.lib.planning.visible import CAUSAL, TILE, Sequence, sampled
-from training.chips import Chip
+from .work import TILE, Row, Sequence
 
 PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products of a tile."""
@@ -66,6 +67,13 @@ ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
 WAITED = {"forward": 2**19, "backward": 3 * 2**19}
 """Bytes that a head of a TPU kernel waits for: first copies, and the last dq out."""
 
+SMALL = {"forward": 9e-6, "backward": 11e-6}
+"""Seconds of a TPU's ring step in instructions that move a few bytes, by XLA's cycles:
+8 forward and 14 backward on v5p, between keys that go both ways."""
+
+MOST_STEPS = 64
+"""Ring steps that are looked at."""
+
 COLUMNS = {"TPU v6e": 256}
 """Columns of a matrix unit, if not LANES: heads that are wider take several passes."""
 
@@ -99,11 +107,24 @@ class Times(NamedTuple):
     """Seconds of a device in a pass of a ring.
 
     kernels: of all ring steps. outlasting: of transfers, after the kernels beside them
-    have ended.
+    have ended. small: of the steps' other instructions.
     """
 
     kernels: float
     outlasting: float
+    small: float
+
+
+class Heads(NamedTuple):
+    """Heads of a device, and how they are sent.
+
+    query, key_value: how many. size: numbers of each. itemsize: bytes of a number.
+    """
+
+    query: int
+    key_value: int
+    size: int
+    itemsize: int = 2
 
 
 @dataclass(frozen=True)
@@ -111,65 +132,50 @@ class Ring:
     """Work and communication of a device in one layer's ring.
 
     sequence: what the ring is of; rows: of the batch, on this device.
-    heads, kv_heads: query and key/value heads of the device; head_dim: of each.
-    keys_bytes: bytes of a shard's keys and values; gradients_bytes: of their gradients.
-      TPUs send heads in whole LANES.
-    route: ways that they take. count: steps after the first, if the ring counts them.
+    sent: numbers of a head that travel: TPUs send whole LANES.
+    route: ways that keys and values take. count: steps after the first, if the ring
+      counts them.
     """
 
     sequence: Sequence
     rows: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    keys_bytes: float
-    gradients_bytes: float
+    heads: Heads
+    sent: int
     route: Route = ONE_WAY
     count: int | None = None
 
     @classmethod
     def of(
         cls,
-        run: Run,
+        sequence: Sequence,
+        rows: int,
+        heads: Heads,
         chip: Chip,
-        documents: tuple[int, ...] = (),
-        mask: DocumentMask = CAUSAL,
+        *,
+        counts: bool = False,
+        is_whole: bool = False,
+        one_way: bool = False,
     ) -> "Ring":
-        """Computes it for a run on a mesh of this chip.
+        """Computes it for devices of a chip.
 
-        documents: lengths of those packed in a row, repeated; none for one document.
-        mask: of the layer: see `layer_masks`.
+        counts: whether the ring may end where the documents do. is_whole: whether all
+          shards go all the way, whatever the row shows. one_way: as far as all do.
         """
-        config, partition = run.config, run.partition
-        model, shape = config.model, partition.mesh.shape
-        size = partition.ring_size
-        length = run.token_shape[1] // size
-        # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
-        tokens, devices = run.local_tokens, partition.slices
-        tokens *= devices
-        way = share_heads(
-            model.num_heads // shape["tensor"],
-            model.num_kv_heads // shape["tensor"],
-            devices,
-        )
-        sequence = Sequence(run.layout, size, length, documents, mask)
-        longest = max(documents, default=None)
-        counts = config.remat != "tail" and run.counts_steps(longest)
-        route = _route(sequence, chip, counts, config.remat != "tail")
-        is_tpu = chip.name.startswith("TPU")
-        sent = padded(model.head_dim) if is_tpu else model.head_dim
-        numbers = 2 * tokens * (way.kv_heads // devices) * sent
-        return cls(
-            sequence=sequence,
-            rows=tokens // length,
-            heads=way.heads // devices,
-            kv_heads=way.kv_heads // devices,
-            head_dim=model.head_dim,
-            keys_bytes=numbers * run.compute_dtype.itemsize,
-            gradients_bytes=numbers * FLOAT32,
-            route=route,
-            count=_counted_steps(route, sequence),
-        )
+        route = _route(sequence, chip, counts, is_whole, one_way)
+        sent = padded(heads.size) if chip.name.startswith("TPU") else heads.size
+        count = _counted_steps(route, sequence)
+        return cls(sequence, rows, heads, sent, route, count)
+
+    @property
+    def keys_bytes(self) -> float:
+        """Bytes of a shard's keys and values."""
+        numbers = 2 * self.rows * self.sequence.keys * self.heads.key_value * self.sent
+        return numbers * self.heads.itemsize
+
+    @property
+    def gradients_bytes(self) -> float:
+        """Bytes of their gradients."""
+        return self.keys_bytes / self.heads.itemsize * FLOAT32
 
     @property
     def area(self) -> float:
@@ -178,15 +184,13 @@ class Ring:
 
     def part(self, name: str) -> "Ring":
         """Returns the ring of the "front" or the "tail" of the queries."""
-        sequence = replace(self.sequence, part=name)
-        keys_bytes = self.keys_bytes * sequence.keys / sequence.length
-        return replace(self, sequence=sequence, keys_bytes=keys_bytes)
+        return replace(self, sequence=replace(self.sequence, part=name))
 
     @property
     def schedule(self) -> Schedule:
         """The chunks that the ring sends; counted ones as far as the count."""
         size = self.sequence.ring_size
-        found = self.route.schedule(size, self.kv_heads, self.sequence.keys)
+        found = self.route.schedule(size, self.heads.key_value, self.sequence.keys)
         if size == 1 or self.count is None:
             return found
         return Schedule(
@@ -217,58 +221,62 @@ class Ring:
     def times(self, chip: Chip, direction: str) -> Times:
         """Returns the seconds of a pass."""
         schedule = self.schedule
-        steps = sampled(schedule.last + 1, sorted({0, schedule.last}))
+        last, spent = schedule.last, self._chunk_seconds(schedule, chip, direction)
         total = outlasting = 0.0
-        for step, weight in steps:
-            computed = self._kernels(schedule, step, chip, direction)
+        for step, weight in sampled(last + 1):
+            computed = self._kernels(schedule, step, spent)
             total += weight * computed
             # Half of the local block waits for the last gradients to come home.
             is_first_back = direction == "backward" and step == 0
             beside = computed * (0.5 if is_first_back else 1)
             sent = self._sent(schedule, step, chip, direction)
             outlasting += weight * max(0.0, sent - beside)
-            if is_first_back and schedule.last:
+            if is_first_back and last:
                 home = self._home(schedule, chip)
                 # A ring that counts its steps brings them home with nothing beside.
                 outlasting += max(0.0, home - beside * (self.count is None))
-        return Times(total, outlasting)
+        small = SMALL[direction] * last if chip.name.startswith("TPU") else 0.0
+        return Times(total, outlasting, small)
 
-    def _kernels(
-        self, schedule: Schedule, step: int, chip: Chip, direction: str
-    ) -> float:
-        """Returns the seconds of the slowest sampled device in a step."""
+    def _chunk_seconds(
+        self, schedule: Schedule, chip: Chip, direction: str
+    ) -> list[np.ndarray]:
+        """Returns the seconds of each chunk's kernel: (devices, shards)."""
         each = speed(chip, direction)
-        width = padded(self.head_dim) / LANES
-        heads, passes, waited = self.rows * self.heads, width, 0.0
+        width = padded(self.heads.size) / LANES
+        heads, passes, waited = self.rows * self.heads.query, width, 0.0
         if chip.name in CYCLES:
-            passes = -(-self.head_dim // COLUMNS.get(chip.name, LANES))
-            waited = self.rows * self.kv_heads * WAITED[direction] * width
+            passes = -(-self.heads.size // COLUMNS.get(chip.name, LANES))
+            waited = self.rows * self.heads.key_value * WAITED[direction] * width
             waited /= chip.hbm_bytes_per_second
-        spent = []
-        for device in self.sequence.devices:
-            seconds = 0.0
-            for chunk in schedule.chunks:
-                if not chunk.first <= step <= chunk.last:
-                    continue
-                shifts = int(chunk.shifts(step))
-                if self._meets(chunk.first, shifts):
-                    continue  # of opposite shards, which come both ways
-                share = (chunk.heads[1] - chunk.heads[0]) / self.kv_heads
-                begin = self.sequence.slots[0]
-                span = tuple(begin + slot for slot in chunk.slots)
-                sequence = self.sequence
-                if span != sequence.slots:
-                    sequence = replace(sequence, span=span)
-                source = int(chunk.order.owners(shifts)[device])
-                count = sequence.count(device, source)
-                tiles = passes * count.pairs / TILE**2 * each.full
-                others = max(0, count.partial - count.rows)
-                tiles += passes * (count.partial - others) * each.diagonal
-                tiles += passes * others * each.partial
-                tiles += width * count.rows * each.row
-                seconds += share * (heads * tiles + waited)
-            spent.append(seconds)
-        return max(spent)
+        found, begin = [], self.sequence.slots[0]
+        for chunk in schedule.chunks:
+            first, end = chunk.slots
+            sequence, span = self.sequence, (begin + first, begin + end)
+            if span != sequence.slots:
+                sequence = replace(sequence, span=span)
+            work = sequence.work()
+            others = (work.partial - work.rows).clip(0)
+            tiles = passes * work.pairs / TILE**2 * each.full
+            tiles += passes * (work.partial - others) * each.diagonal
+            tiles += passes * others * each.partial
+            tiles += width * work.rows * each.row
+            share = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
+            found.append(share * (heads * tiles + waited))
+        return found
+
+    def _kernels(self, schedule: Schedule, step: int, spent: list[np.ndarray]) -> float:
+        """Returns the seconds of the slowest device in a step."""
+        devices = self.sequence.devices
+        seconds = np.zeros(devices.size)
+        for chunk, of in zip(schedule.chunks, spent, strict=True):
+            shifts = int(chunk.shifts(step))
+            if chunk.first <= step <= chunk.last and not self._meets(
+                chunk.first, shifts
+            ):  # opposite shards come both ways
+                sources = chunk.order.owners(shifts)[devices]
+                seconds += of[np.arange(devices.size), sources]
+        return float(seconds.max())
 
     def _meets(self, first: int, shifts: int) -> bool:
         """Whether a counted chunk that goes both ways was here from the other side."""
@@ -277,7 +285,7 @@ class Ring:
 
     def _sent(self, schedule: Schedule, step: int, chip: Chip, direction: str) -> float:
         """Returns the seconds of the transfers beside a step, on the fullest link."""
-        links: Counter = Counter()
+        links: dict[RingOrder, float] = defaultdict(float)
         for number, chunk in enumerate(schedule.chunks):
             if step < chunk.last:
                 self._add(
@@ -290,7 +298,7 @@ class Ring:
 
     def _home(self, schedule: Schedule, chip: Chip) -> float:
         """Returns the seconds in which gradients reach their own devices at last."""
-        links: Counter = Counter()
+        links: dict[RingOrder, float] = defaultdict(float)
         for number, chunk in enumerate(schedule.chunks):
             if chunk.last:
                 shifts = -int(chunk.stops[-1])
@@ -298,18 +306,23 @@ class Ring:
         return self._seconds(links, chip)
 
     def _add(
-        self, links: Counter, schedule: Schedule, number: int, shifts: int, size: float
+        self,
+        links: dict[RingOrder, float],
+        schedule: Schedule,
+        number: int,
+        shifts: int,
+        size: float,
     ) -> None:
         """Adds a chunk's way, the shorter one round, to the bytes of its links."""
         chunk = schedule.chunks[number]
         shifts, order = shifts % chunk.order.length, chunk.order
         if 2 * shifts > order.length:
             shifts, order = order.length - shifts, order.reversed()
-        heads = (chunk.heads[1] - chunk.heads[0]) / self.kv_heads
+        heads = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
         slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.keys
         links[order] += shifts * heads * slots * size
 
-    def _seconds(self, links: Counter, chip: Chip) -> float:
+    def _seconds(self, links: dict[RingOrder, float], chip: Chip) -> float:
         sizes = list(links.values())
         if not chip.name.startswith("TPU"):
             sizes = [sum(sizes)]  # a switch joins GPUs
@@ -317,39 +330,58 @@ class Ring:
         return latency + max(sizes, default=0.0) / chip.interconnect_bytes_per_second
 
 
-def _route(sequence: Sequence, chip: Chip, is_counted: bool, reads_less: bool) -> Route:
+def sampled(steps: int) -> list[tuple[int, float]]:
+    """Samples a ring's steps, each with the number that it stands for.
+
+    All of them up to MOST_STEPS; else the first, the last, and others evenly.
+    """
+    if steps <= MOST_STEPS:
+        return [(step, 1.0) for step in range(steps)]
+    others = np.linspace(1, steps - 2, MOST_STEPS - 2).astype(int).tolist()
+    weight = (steps - 2) / len(others)
+    return [(0, 1.0), *((step, weight) for step in others), (steps - 1, 1.0)]
+
+
+def _route(
+    sequence: Sequence, chip: Chip, counts: bool, is_whole: bool, one_way: bool
+) -> Route:
     """Returns the route that `make_ring_attention` chooses on these chips."""
-    kind, size = chip.device_kinds[0], sequence.ring_size
-    orders = both_ways(size) if rings_both_ways(kind) else ()
-    whole = AllShards(orders, cores=kernel_cores(kind))
-    if size == 1 or not reads_less or not (sequence.mask.window or is_counted):
+    kind, size, row = chip.device_kinds[0], sequence.ring_size, sequence.row
+    is_both = rings_both_ways(kind) and not one_way
+    whole = AllShards(both_ways(size) if is_both else (), cores=kernel_cores(kind))
+    if size == 1 or is_whole or not (row.window or counts):
         return whole
-    length = size * sequence.length
-    outline = sequence.mask.within()(
-        layout_order(sequence.layout, size, length), length
-    )
-    return route_within(outline, sequence.layout, size, is_counted) or whole
+    return _short_route(row, sequence.layout, size, sequence.length, counts) or whole
+
+
+@functools.lru_cache(maxsize=256)
+def _short_route(
+    row: Row, layout: Layout, size: int, length: int, counts: bool
+) -> Route | None:
+    index = order(layout, size, size * length)
+    return route_within(row.within(index, size * length), layout, size, counts)
 
 
 def _counted_steps(route: Route, sequence: Sequence) -> int | None:
     """Counts the steps after the first that documents need; None if nothing counts."""
     if not isinstance(route, Counted):
         return None
-    size = sequence.ring_size
-    tokens = layout_order(sequence.layout, size, size * sequence.length)
-    visible = Visible(*(bound[None] for bound in sequence.visible(tokens)))
-    offsets = [read.offset for read in reads_of(visible, sequence.layout, size)]
-    if route.both_ways:
+    return _most_steps(
+        sequence.row,
+        sequence.layout,
+        sequence.ring_size,
+        sequence.length,
+        route.both_ways,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _most_steps(
+    row: Row, layout: Layout, size: int, length: int, both_ways: bool
+) -> int:
+    bounds = row.at(order(layout, size, size * length))
+    visible = Visible(*(bound[None] for bound in bounds))
+    offsets = [read.offset for read in reads_of(visible, layout, size)]
+    if both_ways:
         offsets = [min(offset, size - offset) for offset in offsets]
     return max(offsets, default=0)
-
-
-def layer_masks(run: Run) -> list[DocumentMask]:
-    """Returns what the queries of each layer see: of the run's mask, its window."""
-    mask = run.mask
-
-    def within(window: int) -> DocumentMask:
-        return DocumentMask(window=min(window, mask.window or window))
-
-    kinds = run.sizes.layer_kinds
-    return [within(kind.window) if kind.window else mask for kind in kinds]

@@ -1,0 +1,1 @@
+"""Counts a ring's work, and estimates its seconds by known chips: nothing is run."""

@@ -1,0 +1,156 @@
+"""Chooses the layout in which a ring's rows should take the least time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..chips import CHIPS, Chip, find, measured
+from ..device import device_kind, rings_both_ways
+from ..known import whole_number
+from ..layouts import Contiguous, Layout, Striped, Zigzag, padded_length
+from .clock import PRODUCTS, Heads, Ring, Times
+from .work import Row
+from .work import Sequence as RowOnRing
+
+STRIPES = 256, 512, 1024
+"""Widths that are tried beside stripes of a token: multiples of kernels' sub-blocks."""
+
+ONE_WAY_MARGIN = 2.0
+"""A ring goes one way where links this many times slower would do."""
+
+DIGITS = 3
+"""Of seconds that are compared: of equals, the first is taken."""
+
+
+class Choice(NamedTuple):
+    """A layout, how the ring goes, and its estimated seconds.
+
+    count_steps: as of `make_ring_attention`. one_way: whether keys go one way round,
+      as far as all shards visit all devices (its `walks`).
+    """
+
+    layout: Layout
+    count_steps: bool = False
+    one_way: bool = False
+    seconds: float = 0.0
+
+
+def known_chip(kind: str) -> Chip:
+    """Returns the chip of a kind of device; an H200 for one that is not in the table.
+
+    With links as they were measured, where they were.
+    """
+    return measured(find(kind) or next(chip for chip in CHIPS if chip.name == "H200"))
+
+
+def slower_links(chip: Chip, times: float) -> Chip:
+    """Returns a chip whose links take some times as long."""
+    rate = chip.interconnect_bytes_per_second / times
+    return replace(chip, interconnect_bytes_per_second=rate)
+
+
+def layouts_of(ring_size: int, length: int) -> list[Layout]:
+    """Returns the layouts in which a row of this length needs the least padding."""
+    if ring_size == 1:
+        return [Contiguous()]
+    every = [Striped(), Contiguous(), Zigzag()]
+    every += [Striped(m) for m in STRIPES if m < length // ring_size]
+    padded = [padded_length(layout, ring_size, length) for layout in every]
+    return [x for x, n in zip(every, padded, strict=True) if n == min(padded)]
+
+
+def ranked(
+    options: Iterable[Choice], seconds: Callable[[Choice, float], float], chip: Chip
+) -> list[Choice]:
+    """Returns choices with their seconds, the fastest first.
+
+    One way round is taken where it would do on slower links too: it compiles to half of
+    the kernels.
+
+    seconds: of a choice, with links a number of times slower.
+    """
+    has_ways = rings_both_ways(chip.device_kinds[0])
+
+    def timed(one: Choice, slower: float = 1.0) -> Choice:
+        return one._replace(seconds=float(f"{seconds(one, slower):.{DIGITS}g}"))
+
+    def way(both: Choice) -> Choice:
+        if not has_ways or both.count_steps:
+            return both
+        one_way = timed(both._replace(one_way=True), ONE_WAY_MARGIN)
+        return both if one_way.seconds > both.seconds else one_way
+
+    return sorted((way(timed(one)) for one in options), key=lambda one: one.seconds)
+
+
+def options(layouts: Iterable[Layout], may_count: bool) -> list[Choice]:
+    """Returns the choices of some layouts, with counted steps where these may end."""
+    found = []
+    for layout in layouts:
+        found.append(Choice(layout))
+        if may_count and layout != Striped():  # documents are everywhere
+            found.append(Choice(layout, count_steps=True))
+    return found
+
+
+def mean_times(rings: Sequence[Ring], direction: str, chip: Chip) -> Times:
+    """Returns the mean of a pass over rings of several rows of a batch.
+
+    Rings that count their steps take as many as the row that needs the most.
+    """
+    counts = [ring.count for ring in rings if ring.count is not None]
+    most = max(counts, default=None)
+    passes = [replace(ring, count=most).times(chip, direction) for ring in rings]
+    return Times(*(sum(part) / len(rings) for part in zip(*passes, strict=True)))
+
+
+def choose_layout(
+    documents: Sequence[Sequence[int]],
+    ring_size: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: str | None = None,
+) -> Choice:
+    """Chooses the layout of causal attention within documents, by estimated seconds.
+
+    documents: lengths of those in each of some rows, which are alike the rows to come
+      and of one length together. device: kind, as "TPU v5e"; None for this process's.
+
+    Returns:
+      The layout and `count_steps` for `make_ring_attention`, and the seconds of one
+      layer's ring, forward and backward, on a row.
+
+    Raises:
+      ValueError: there are no rows, or they have different lengths.
+    """
+    whole_number("ring_size", ring_size, 1)
+    lengths = {sum(row) for row in documents}
+    if len(lengths) != 1 or min(map(min, documents)) < 1:
+        raise ValueError(
+            "documents must be rows of as many tokens each, in documents of 1 or more, "
+            f"got rows of {sorted(lengths)} tokens: add what pads a row as a document"
+        )
+    length, chip = lengths.pop(), known_chip(device or device_kind())
+    rows = [Row.of(tuple(row), length) for row in documents]
+    heads = Heads(num_heads, num_kv_heads, head_dim)
+
+    def seconds(one: Choice, slower: float) -> float:
+        slots = padded_length(one.layout, ring_size, length) // ring_size
+        rings = [
+            Ring.of(
+                RowOnRing(row, one.layout, ring_size, slots),
+                1,
+                heads,
+                chip,
+                counts=one.count_steps,
+                one_way=one.one_way,
+            )
+            for row in rows
+        ]
+        links = slower_links(chip, slower)
+        return sum(sum(mean_times(rings, way, links)) for way in PRODUCTS)
+
+    every = options(layouts_of(ring_size, length), may_count=True)
+    return ranked(every, seconds, chip)[0]

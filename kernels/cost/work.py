@@ -1,0 +1,179 @@
+"""Counts the query-key pairs of a ring's steps from the bounds that the kernels get."""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..backends.tile_ranges import TileRanges, key_ranges
+from ..layouts import Layout
+from ..masks import Mask, Visible, causal, full, window
+
+TILE, SUB_TILE = 1024, 256
+"""Rows and keys of a kernel's tile, and of the sub-tiles that areas are counted in."""
+
+MOST_DEVICES = 64
+"""Devices of a ring that are looked at, evenly spread."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What the tokens of a row see, in natural order.
+
+    k_start, k_end: int (T,). window: tokens that each sees at most; 0 for all.
+    is_causal: whether no token sees one behind it.
+    """
+
+    k_start: np.ndarray
+    k_end: np.ndarray
+    window: int = 0
+    is_causal: bool = True
+
+    @classmethod
+    def of(cls, documents: tuple[int, ...], tokens: int) -> "Row":
+        """Returns a causal row of documents, repeated until it is full; () for one."""
+        index = np.arange(tokens, dtype=np.int32)
+        first, _ = document_spans(documents, index, tokens)
+        return cls(first.astype(np.int32), index + 1)
+
+    def seen_within(self, size: int) -> "Row":
+        """Returns the row in a layer whose window has this size; 0 for no window."""
+        return self if not size or 0 < self.window <= size else _windowed(self, size)
+
+    def at(self, token: np.ndarray) -> Visible:
+        """Returns the bounds of some tokens; those behind the row's end see nothing."""
+        place = np.minimum(token, self.k_start.size - 1)
+        k_start, k_end = self.k_start[place], self.k_end[place]
+        is_real = token < self.k_start.size
+        end = self.k_start.size
+        return Visible(np.where(is_real, k_start, end), np.where(is_real, k_end, end))
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        """Query-key pairs that are visible."""
+        return int((self.k_end - self.k_start).clip(0).sum(dtype=np.int64))
+
+    @property
+    def within(self) -> Mask:
+        """The mask of indices alone that shows all that this row does."""
+        if self.window:
+            return window(self.window)
+        return causal() if self.is_causal else full()
+
+
+@functools.lru_cache(maxsize=64)
+def _windowed(row: Row, size: int) -> Row:
+    index = np.arange(row.k_start.size, dtype=np.int32)
+    k_start = np.maximum(row.k_start, index + 1 - size)
+    return Row(k_start, np.minimum(row.k_end, index + 1), size)
+
+
+def document_spans(
+    documents: tuple[int, ...], token: np.ndarray, tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first token, and one after the last, of each token's document.
+
+    documents: lengths, repeated; none for one document. tokens: of the row.
+    """
+    if not documents:
+        return np.zeros_like(token), np.full_like(token, tokens)
+    ends = np.cumsum(documents)
+    whole, rest = np.divmod(token, ends[-1])
+    place = np.searchsorted(ends, rest, side="right")
+    first, end = (whole * ends[-1] + at[place] for at in (ends - documents, ends))
+    return first, np.minimum(end, tokens)
+
+
+class Work(NamedTuple):
+    """Work of a head on each device with each shard of keys, (devices, N).
+
+    pairs: visible ones, in sub-tiles. partial: tiles. rows: of tiles, on any device.
+    """
+
+    pairs: np.ndarray
+    partial: np.ndarray
+    rows: int
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A row over a ring.
+
+    length: slots of a shard.
+    part: "front" for the first half of a shard's queries on the first half of the keys,
+      "tail" for the second on all; see `make_ring_attention`'s keep_tail.
+    span: slots [begin, end) of a shard's keys, of a piece; None for all of that.
+    """
+
+    row: Row
+    layout: Layout
+    ring_size: int
+    length: int
+    part: str = "whole"
+    span: tuple[int, int] | None = None
+
+    @property
+    def queries(self) -> range:
+        """Slots of a shard's queries."""
+        half = self.length // 2
+        parts = {"front": range(half), "tail": range(half, self.length)}
+        return parts.get(self.part, range(self.length))
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of a shard's keys, [begin, end)."""
+        half = self.length // 2 if self.part == "front" else self.length
+        return self.span or (0, half)
+
+    @property
+    def keys(self) -> int:
+        """How many those are."""
+        begin, end = self.slots
+        return end - begin
+
+    @property
+    def devices(self) -> np.ndarray:
+        """The devices that are looked at, the first and the last among them."""
+        few = min(self.ring_size, MOST_DEVICES)
+        return np.linspace(0, self.ring_size - 1, few).astype(np.int32)
+
+    def work(self) -> Work:
+        """Counts the work; kept for the next time."""
+        return _work(self)
+
+    @property
+    def area(self) -> float:
+        """Query-key pairs of the slowest device, the mean over ring steps, one way."""
+        devices, steps = self.devices, np.arange(self.ring_size)
+        sources = (devices[:, None] - steps) % self.ring_size
+        pairs = np.take_along_axis(self.work().pairs, sources, axis=1)
+        return float(pairs.max(axis=0).mean())
+
+
+@functools.lru_cache(maxsize=256)
+def _work(sequence: Sequence) -> Work:
+    queries, keys = len(sequence.queries), sequence.keys
+    begin, end = sequence.slots
+    shape, devices = (sequence.ring_size, sequence.length), sequence.devices
+    sources = np.arange(sequence.ring_size, dtype=np.int32)[:, None, None]
+    slots = np.asarray(sequence.layout.index(devices[:, None], *shape))  # (devices, L)
+
+    def ranges(piece: int) -> TileRanges:
+        first = np.arange(0, queries, piece)
+        last = np.minimum(first + piece, queries) - 1
+        edges = sequence.queries.start + np.stack((first, last), 1).ravel()
+        k_start, k_end = (
+            (
+                sequence.layout.count(sources, bound, *shape).clip(begin, end) - begin
+            ).reshape(-1, edges.size)  # (N * devices, 2 n)
+            for bound in sequence.row.at(slots[:, edges])
+        )
+        return key_ranges(k_start, k_end, 2, piece)
+
+    sub = min(SUB_TILE, queries, keys)
+    tiles = ranges(min(TILE, queries, keys))
+    partial = (tiles.work() - (tiles.full_end - tiles.full_begin)).sum(axis=1)
+    pairs = (ranges(sub).work().sum(axis=1) * float(sub**2)).clip(max=queries * keys)
+    both = (np.reshape(x, (-1, devices.size)).T for x in (pairs, partial))
+    return Work(*both, rows=-(-queries // TILE))

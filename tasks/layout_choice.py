@@ -1,0 +1,160 @@
+"""Chooses a run's layout, by the seconds of its rings on rows of its corpora."""
+
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from data.document_mask import DocumentMask
+from kernels.chips import Chip
+from kernels.cost.choice import (
+    Choice,
+    layouts_of,
+    mean_times,
+    options,
+    ranked,
+    slower_links,
+)
+from kernels.cost.clock import Heads, Ring, Times
+from kernels.cost.work import Row, Sequence, document_spans
+from kernels.device import rings_both_ways
+from kernels.layouts import Striped
+from kernels.ring.ulysses import share_heads
+from models.memory import RERUN
+from tasks import corpora
+from tasks.systems import AUTO, document_mask
+
+if TYPE_CHECKING:
+    from tasks.run import Run
+
+DRAWN, SEED = 8, 0
+"""Rows of the corpora that are looked at, and the seed that draws them."""
+
+
+def typical_rows(
+    config: ConfigDict, documents: tuple[int, ...] = ()
+) -> tuple[Row, ...]:
+    """Returns rows alike those of a run.
+
+    documents: lengths of those packed in a row, repeated; () for rows drawn from the
+      corpora that the config names, or of one document where there are none. What is
+      wrong with corpora is found where their rows are read.
+    """
+    tokens, mask = config.data.context_tokens, document_mask(config)
+    index = np.arange(tokens, dtype=np.int32)
+    if config.task == "text" and corpora.named(config) and not documents:
+        try:
+            plan, _ = corpora.rows(config, "train", corpora.vocab_size(config))
+        except (FileNotFoundError, ValueError):
+            return typical_rows(config, (tokens,))
+        numbers = np.random.default_rng(SEED).integers(plan.rows, size=DRAWN)
+        read = (plan.read(int(number), index) for number in numbers)
+        return tuple(_row(mask, batch.k_start, batch.k_end) for batch in read)
+    first, end = document_spans(documents, index, tokens)
+    bounds = (bound.astype(np.int32) for bound in mask.bounds(index, first, end))
+    return (_row(mask, *bounds),)
+
+
+def _row(mask: DocumentMask, k_start: np.ndarray, k_end: np.ndarray) -> Row:
+    return Row(k_start, k_end, mask.window, is_causal=not mask.prefix)
+
+
+def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
+    """Returns what the config lets a run do, the fastest first.
+
+    Where there is one choice, nothing is read and no seconds are estimated.
+
+    every: whether layouts that the config does not name count too.
+    """
+    config, ring_size, chip = run.config, run.partition.ring_size, run.chip
+    layouts = [run.system.layout]
+    if ring_size == 1:
+        return options(layouts, may_count=False)
+    is_tail = config.remat == "tail"
+    if (every or config.attention == AUTO) and config.task == "text":
+        layouts = layouts_of(run.row_parts, config.data.context_tokens)
+        if is_tail:  # of halves that all begin the sequence
+            layouts = [x for x in layouts if isinstance(x, Striped)]
+    is_packed = config.task == "text" and config.data.rows != "documents"
+    found = options(layouts, may_count=is_packed and not is_tail)
+    tensor, kv_heads = run.partition.mesh.shape["tensor"], config.model.num_kv_heads
+    is_refused = kv_heads % tensor  # by the model, in its own words
+    is_alone = len(found) == 1 and not rings_both_ways(chip.device_kinds[0])
+    if is_alone or is_refused:
+        return found
+    return ranked(found, functools.partial(attention_seconds, run), chip)
+
+
+def attention_seconds(run: "Run", choice: Choice, slower: float = 1.0) -> float:
+    """Returns the seconds of a step's rings in another choice.
+
+    slower: times that links take longer.
+    """
+    passes = ring_passes(run.choosing(choice), slower_links(run.chip, slower))
+    return sum(one.times * sum(one.spent) for one in passes)
+
+
+class Pass(NamedTuple):
+    """A kind of layers' rings in a step: how often they run, and which way.
+
+    ring: that of the first of the run's rows. spent: mean seconds of a pass.
+    """
+
+    times: int
+    ring: Ring
+    direction: str
+    spent: Times
+
+
+def ring_passes(run: "Run", chip: Chip) -> list[Pass]:
+    """Returns the passes of a step; each kind of layers has rings of its own."""
+    rows = [_passes(run, chip, row) for row in run.rows]
+    found = []
+    for alike in zip(*rows, strict=True):
+        (times, ring, direction), rings = alike[0], [ring for _, ring, _ in alike]
+        found.append(Pass(times, ring, direction, mean_times(rings, direction, chip)))
+    return found
+
+
+def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
+    config = run.config
+    windows = [kind.window for kind in run.sizes.layer_kinds]
+    rings = {window: _ring(run, chip, row.seen_within(window)) for window in windows}
+    passes, first = [], 0
+    for settings, count in run.execution.runs(len(windows)):
+        again = 2 if settings.remat in RERUN else 1
+        for window, layers in Counter(windows[first : first + count]).items():
+            ring, times = rings[window], layers * config.train.microbatches
+            if config.remat == "tail":  # then every layer's forward is two rings
+                # The first half of the queries sees half of the keys.
+                front, tail = ring.part("front"), ring.part("tail")
+                passes += [(again * times, front, "forward"), (times, tail, "forward")]
+            else:
+                passes.append((again * times, ring, "forward"))
+        first += count
+    return passes + [
+        (layers * config.train.microbatches, rings[window], "backward")
+        for window, layers in Counter(windows).items()
+    ]
+
+
+def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
+    """Returns the ring of a run's layers on a mesh of this chip."""
+    config, partition, choice = run.config, run.partition, run.choice
+    model, tensor = config.model, partition.mesh.shape["tensor"]
+    size, devices = partition.ring_size, partition.slices
+    length = run.token_shape[1] // size
+    # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
+    way = share_heads(model.num_heads // tensor, model.num_kv_heads // tensor, devices)
+    heads = way.heads // devices, way.kv_heads // devices, model.head_dim
+    return Ring.of(
+        Sequence(row, run.layout, size, length),
+        run.local_tokens * devices // length,
+        Heads(*heads, run.compute_dtype.itemsize),
+        chip,
+        counts=choice.count_steps,
+        is_whole=config.remat == "tail",
+        one_way=choice.one_way,
+    )
