@@ -30,6 +30,7 @@ from .masks import (
 )
 
 if TYPE_CHECKING:
+    from .cost.choice import choose_layout
     from .decode_attention import CachedAttention
     from .one_device import attention, attention_with_lse
     from .ring.slices import ring_devices
@@ -47,6 +48,7 @@ __all__ = [
     "attention_with_lse",
     "causal",
     "check_increasing",
+    "choose_layout",
     "compiler_options",
     "documents",
     "full",
@@ -65,6 +67,7 @@ __all__ = [
 # Imported when they are first used: data workers need masks and layouts, not Pallas.
 _LAZY = {
     "CachedAttention": ".decode_attention",
+    "choose_layout": ".cost.choice",
     "attention": ".one_device",
     "attention_with_lse": ".one_device",
     "make_ring_attention": ".ring_attention",

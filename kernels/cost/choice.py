@@ -18,7 +18,7 @@ STRIPES = 256, 512, 1024
 ONE_WAY_MARGIN = 2.0
 """A ring goes one way where links this many times slower would do."""
 
-DIGITS = 3
+DIGITS = 4
 """Of seconds that are compared: of equals, the first is taken."""
 
 
@@ -112,11 +112,13 @@ def choose_layout(
     num_kv_heads: int,
     head_dim: int,
     device: str | None = None,
+    layouts: Sequence[Layout] = (),
 ) -> Choice:
     """Chooses the layout of causal attention within documents, by estimated seconds.
 
     documents: lengths of those in each of some rows, which are alike the rows to come
       and of one length together. device: kind, as "TPU v5e"; None for this process's.
+    layouts: to choose from; () for all those that need the least padding.
 
     Returns:
       The layout and `count_steps` for `make_ring_attention`, and the seconds of one
@@ -127,7 +129,7 @@ def choose_layout(
     """
     whole_number("ring_size", ring_size, 1)
     lengths = {sum(row) for row in documents}
-    if len(lengths) != 1 or min(map(min, documents)) < 1:
+    if len(lengths) != 1 or not all(number > 0 for row in documents for number in row):
         raise ValueError(
             "documents must be rows of as many tokens each, in documents of 1 or more, "
             f"got rows of {sorted(lengths)} tokens: add what pads a row as a document"
@@ -152,5 +154,5 @@ def choose_layout(
         links = slower_links(chip, slower)
         return sum(sum(mean_times(rings, way, links)) for way in PRODUCTS)
 
-    every = options(layouts_of(ring_size, length), may_count=True)
+    every = options(layouts or layouts_of(ring_size, length), may_count=True)
     return ranked(every, seconds, chip)[0]

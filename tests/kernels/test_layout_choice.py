@@ -1,0 +1,145 @@
+"""The choice of a layout: work by lengths of documents, and planned seconds."""
+
+import numpy as np
+import pytest
+
+from kernels import chips, choose_layout
+from kernels.backends.block_sizes import BlockSizes
+from kernels.cost.choice import Choice, options, ranked
+from kernels.cost.work import Row, Sequence
+from kernels.layouts import Contiguous, Layout, Striped, Zigzag
+from kernels.masks import Visible
+from tools.lib.benchmarks.problems import tiles_per_step
+
+MAGI = {
+    (1, 10): 30_254,
+    (11, 50): 391_188,
+    (51, 100): 699_596,
+    (101, 200): 1_377_757,
+    (201, 500): 3_794_735,
+    (501, 1024): 3_316_785,
+    (1025, 2048): 2_106_566,
+    (2049, 4096): 988_525,
+    (4097, 8192): 410_002,
+    (8193, 16_384): 173_574,
+    (16_385, 32_768): 115_007,
+    (32_769, 65_536): 18_428,
+    (65_537, 131_072): 22_513,
+    (131_073, 196_608): 18_284,
+}
+"""Documents by their lengths, as MagiAttention's benchmark has them (from, to)."""
+
+
+def documents(rng, kind: str, tokens: int) -> tuple[int, ...]:
+    """Draws lengths of documents that fill a row.
+
+    kind: "log MEAN", log-normal with sigma 1.2; or "magi MOST", of MAGI up to a length.
+    """
+    name, number = kind.split()
+    found: list[int] = []
+    while sum(found) < tokens:
+        if name == "log":
+            found.append(16 + int(rng.lognormal(np.log(int(number)) - 0.72, 1.2)))
+            continue
+        spans = [span for span in MAGI if span[1] <= int(number)]
+        counts = np.array([MAGI[span] for span in spans], float)
+        span = spans[rng.choice(len(spans), p=counts / counts.sum())]
+        found.append(int(rng.integers(span[0], span[1] + 1)))
+    found[-1] -= sum(found) - tokens
+    return tuple(found)
+
+
+def over_least(layout: Layout, ring: int, rows: list[Row], tile: int) -> float:
+    """The slowest devices' tiles of all ring steps, by the pairs of a device."""
+    tiles = 0
+    for row in rows:
+        visible = Visible(row.k_start[None], row.k_end[None])
+        work = tiles_per_step(layout, ring, visible, BlockSizes(tile, tile))
+        tiles += work.max(axis=0).sum()
+    return tiles * tile**2 * ring / sum(row.pairs for row in rows)
+
+
+@pytest.mark.parametrize(
+    "ring, tokens, kind, tile, most, stripes_of_one",
+    [
+        (64, 2**19, "log 1024", 256, 2.0, 15),
+        (64, 2**19, "log 8192", 256, 1.25, 2.2),
+        (16, 2**18, "magi 196608", 512, 1.25, 1.6),
+        (16, 2**18, "magi 16384", 512, 1.9, 6),
+    ],
+)
+def test_stripes_as_wide_as_tiles_are_near_the_least_work(
+    ring, tokens, kind, tile, most, stripes_of_one
+):
+    rng = np.random.default_rng(0)
+    rows = [Row.of(documents(rng, kind, tokens), tokens) for _ in range(8)]
+    wide, one = (over_least(Striped(m), ring, rows, tile) for m in (tile, 1))
+    print(f"stripes of {tile}: {wide:.2f}, of 1: {one:.2f}")
+    assert wide <= most and one > stripes_of_one
+
+
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    "kind, ring, device, layout, counts, one_way",
+    [
+        ("one", 64, "TPU v5p", Zigzag(), False, True),
+        ("one", 64, "TPU v6 lite", Zigzag(), False, True),
+        ("one", 8, "NVIDIA H200", Zigzag(), False, False),
+        ("one", 1, "TPU v5p", Contiguous(), False, True),
+        ("log 1024", 64, "TPU v5p", Zigzag(), True, False),
+        ("log 8192", 64, "TPU v5p", Striped(256), False, False),
+        ("log 1024", 64, "not known", Striped(1024), True, False),
+    ],
+)
+def test_documents_and_chips_choose_the_layout(
+    kind, ring, device, layout, counts, one_way
+):
+    rng, tokens = np.random.default_rng(1), 2**20
+    rows = [(tokens,) if kind == "one" else documents(rng, kind, tokens)] * 2
+    found = choose_layout(rows, ring, **HEADS, device=device)
+    assert found[:3] == (layout, counts, one_way)
+    assert found.seconds > 0
+
+
+@pytest.mark.parametrize("device", ["TPU v5p", "TPU v6 lite"])
+def test_wide_stripes_lose_little_on_one_document(device):
+    """In shards of 16 Ki; the last device of a step has one stripe more than half."""
+    wide, zigzag = (
+        choose_layout([(2**20,)], 64, **HEADS, device=device, layouts=[layout]).seconds
+        for layout in (Striped(256), Zigzag())
+    )
+    assert zigzag < wide < 1.03 * zigzag
+
+
+def test_a_ring_goes_both_ways_where_slower_links_would_be_waited_for():
+    chip, limit = chips.find("TPU v5p"), 1.5
+
+    def seconds(one: Choice, slower: float) -> float:
+        return 2.0 if one.one_way and slower > limit else 1.0
+
+    (found,) = ranked(options([Zigzag()], may_count=False), seconds, chip)
+    assert found == Choice(Zigzag(), one_way=False, seconds=1.0)
+    limit = 2.0
+    (found,) = ranked(options([Zigzag()], may_count=False), seconds, chip)
+    assert found.one_way
+
+
+def test_large_rings_are_sampled():
+    row = Row.of((), 2**17)
+    few, every = (Sequence(row, Striped(), n, 2**17 // n).work() for n in (256, 64))
+    assert few.pairs.shape == (64, 256) and every.pairs.shape == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([], r"rows of \[\] tokens"),
+        ([(3, 4), (8,)], r"rows of \[7, 8\] tokens"),
+        ([(0, 4)], "of 1 or more"),
+    ],
+)
+def test_rows_that_are_not_alike_are_refused(rows, said):
+    with pytest.raises(ValueError, match=said):
+        choose_layout(rows, 2, **HEADS)
