@@ -40,7 +40,8 @@ FIELDS = dict(
     ),
     # The attention system: vanilla, memory_efficient, blockwise (also the feed-forward
     # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
-    # balanced). The first three need mesh.ring = 1.
+    # balanced), or auto: of these three the fastest by estimate, for rows of the
+    # corpus. The first three need mesh.ring = 1.
     attention="striped",
     # Tokens of a stripe block: consecutive ones on a device in the striped layout.
     stripe_granule=1,

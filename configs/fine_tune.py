@@ -31,7 +31,7 @@ def get_config(weights: str = "") -> ConfigDict:
     Raises:
       ValueError: there are none, or it is a published model, not imported.
     """
-    config = base.changed(workdir="runs/fine_tune", **LORA)
+    config = base.changed(workdir="runs/fine_tune", attention="auto", **LORA)
     config.data.update(context_tokens=8192, batch_rows=4)
     # A tenth of whatever peak_lr is set to, unless it is set itself.
     config.optimizer.end_lr = config.optimizer.get_ref("peak_lr") / 10

@@ -37,6 +37,7 @@ def get_config(stage: str = "4096") -> ConfigDict:
     fsdp, ring, rows, microbatches, steps = _STAGES[stage]
     config = base.changed(
         workdir=f"runs/grow_context/{stage}",
+        attention="auto",
         model=models.fields_of("1b"),
         mesh=dict(fsdp=fsdp, ring=ring),
         data=dict(context_tokens=int(stage), batch_rows=rows),

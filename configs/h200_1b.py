@@ -14,6 +14,7 @@ def get_config() -> ConfigDict:
     # The default corpus is bytes: its ids are a small part of the vocabulary.
     return base.changed(
         workdir="runs/h200_1b",
+        attention="auto",
         model=models.fields_of("1b"),
         mesh=dict(ring=1),
         data=dict(context_tokens=32 * 1024, batch_rows=1),

@@ -113,8 +113,7 @@ def fields_of(name: str) -> dict[str, Any]:
 def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     """Returns the config of a model in a place, of one sequence a step.
 
-    Models with windows are in zigzag, where few ring steps have visible keys in layers
-    with a window; their wide heads are shared out to two devices.
+    The wide heads of models with windows are shared out to two devices.
 
     Raises:
       ValueError: the model or the place is unknown.
@@ -125,6 +124,7 @@ def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     devices, context = PLACES[model][place]
     config = base.changed(
         workdir=f"runs/{name}",
+        attention="auto",
         model=fields_of(model),
         rope_scaling=MODELS[model][2],
         data=dict(context_tokens=context * 1024, batch_rows=1),
@@ -136,6 +136,6 @@ def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     if place == "v4":
         config.attention_parts = 4
     if config.model.window:
-        config.attention, config.mesh.tensor = "zigzag", 2
+        config.mesh.tensor = 2
     config.mesh.ring = devices // config.mesh.tensor
     return config

@@ -79,6 +79,7 @@ QUICK = [
     (Case(8, "contiguous", "documents", 2, 257, 16, heads=4), "counted"),
     (Case(5, "zigzag", "documents", 2, 93, 16, heads=2), "counted_both"),
     (Case(2, "striped4", "none", 4, 31, 64, heads=4), "both"),
+    (Case(8, "striped4", "documents", 2, 257, 16, heads=4), "counted"),
 ]
 NARROW = Case(2, "zigzag", "causal", 4, 256, 64)
 
@@ -263,12 +264,12 @@ def test_where_keys_are_not_as_many_as_queries_no_shard_is_left_out(name, length
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped4"])
 def test_a_counted_ring_of_documents_in_their_shards_sends_nothing(layout_name, rng):
     """Each device attends to its own keys alone, forward and backward."""
     order = LAYOUTS[layout_name], 2
     x = np.float32(rng.standard_normal((3, 1, 16, 2, 8)))
-    ids = np.arange(16)[None] // 4  # the chunks of zigzag
+    ids = np.arange(16)[None] // 4  # the chunks of zigzag, and stripes
     more = {"layout": order[0], "implementation": "reference", "count_steps": True}
     attend = make_ring_attention(ring_mesh(2), **more)
 

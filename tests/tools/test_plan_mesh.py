@@ -40,6 +40,7 @@ V4, V5E, V5P, V6E, H200 = map(
 
 def config_7b(context=2**23, remat="nothing", head_dim=128, **more):
     fields = {"data.context_tokens": context, "remat": remat, "attention_parts": 1}
+    fields |= {"attention": "striped"}
     fields |= {"model.head_dim": head_dim} | more
     arguments = [f"--config.{name}={value}" for name, value in fields.items()]
     return read_config(["--config=configs/tpuv4_7b.py", *arguments])
@@ -218,7 +219,7 @@ def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it(
 @pytest.mark.thorough
 @pytest.mark.parametrize("context", [2**22, 2**23])
 def test_best_mesh_fits_and_takes_the_least_time(context):
-    found = suggestions(config_7b(context, attention="striped"), 512, V4)
+    found = suggestions(config_7b(context), 512, V4)
     assert found[0].fits and found[0].ring_waits == 0
     # One row, and 32 heads: nothing else divides.
     assert all(one.mesh["data"] == one.mesh["fsdp"] == 1 for one in found)
