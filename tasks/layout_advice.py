@@ -78,5 +78,5 @@ def layout_line(run: Run) -> str:
 def name_of(layout: Layout) -> str:
     """Returns the values of config.attention and config.stripe_granule."""
     if isinstance(layout, Striped):
-        return f"striped by {layout.granule}"
+        return f"striped {layout.granule}"
     return "zigzag" if isinstance(layout, Zigzag) else "ring"

@@ -210,10 +210,9 @@ class Ring:
         """Names the ring's route in a few words."""
         size, ways = self.sequence.ring_size, ("one way", "both ways")
         if size == 1:
-            return "devices have whole rows"
+            return "no ring"
         if isinstance(self.route, Counted):
-            way = ways[self.route.both_ways]
-            return f"{self.count} of {size - 1} steps, {way}: the longest document"
+            return f"{self.count}/{size - 1} steps"
         if isinstance(self.route, Neighbours):
             return "neighbours"
         return ways[min(self.ways, 2) - 1]

@@ -241,7 +241,7 @@ def test_rows_that_count_their_steps_end_with_their_documents():
         next(one for one in found if one.mesh["ring"] == 64) for found in meshes
     )
     assert whole.route == "one way"  # which hides by far
-    assert packed.route == "7 of 63 steps, both ways: the longest document"
+    assert packed.route == "7/63 steps"
     # On their way home nothing hides gradients.
     assert packed.ring_waits > whole.ring_waits
     assert packed.attention < whole.attention / 8
@@ -261,4 +261,9 @@ def test_suggestions_are_printed_and_written(tmp_path, capsys):
     assert rows == [what | one.row() for one in found]
     printed = capsys.readouterr().out.splitlines()[1].split()[: len(MESH_AXES)]
     assert [*map(int, printed)] == [rows[0]["mesh"].get(axis, 1) for axis in MESH_AXES]
-    assert any(one.route == "one way" for one in found)
+    assert {one.route for one in found} == {
+        "no ring",
+        "0/1 steps",
+        "0/3 steps",
+        "0/7 steps",
+    }

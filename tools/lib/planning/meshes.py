@@ -131,7 +131,7 @@ def suggestion(run: Run) -> Suggestion:
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         layout=name_of(run.layout),
-        route="; ".join(dict.fromkeys(each.ring.describe() for each in passes)),
+        route="; ".join(dict.fromkeys(one.ring.describe() for one in passes)),
         attention=sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
         ring_waits=sum(x.times * x.spent.outlasting for x in passes),
         other_waits=exposed_seconds(run, ring, chip),

@@ -222,27 +222,27 @@ def _exposed_bytes(plan: Plan) -> float:
 
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
-    row = "{} {:>9s} {:4s}" + " {:>8s}" * 5 + "  {}"
-    head = "memory", "fits", "kernels", "products", "ring", "others", "step", "route"
+    row = "{} {:>9s}{:1s}" + " {:>7s}" * 4 + "  {}"
+    head = "memory", "", "kernels", "others", "waits", "step", "layout, ring"
     lines = [row.format(" ".join(MESH_AXES), *head)]
     for one in found:
         sizes = [one.mesh.get(axis, 1) for axis in MESH_AXES]
         pairs = zip(MESH_AXES, sizes, strict=True)
-        spent = one.attention, one.products, one.ring_waits, one.other_waits
+        waits = one.ring_waits + one.other_waits
         lines.append(
             row.format(
                 " ".join(f"{size:{len(axis)}d}" for axis, size in pairs),
                 size(one.memory),
-                "yes" if one.fits else "no",
-                *map(seconds, (*spent, one.seconds)),
-                one.route,
+                "" if one.fits else "!",
+                *map(seconds, (one.attention, one.products, waits, one.seconds)),
+                f"{one.layout}, {one.route}",
             )
         )
     return lines + [
         "rule of thumb, best first, estimated and nothing compiled: "
         "tools.lib.planning.meshes",
-        f"memory: of a device; fits in {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
-        "kernels: of attention; products: others, once; ring, others: waits",
+        f"memory: of a device; ! beyond {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
+        "kernels: of attention; others: other products; waits: rings and collectives",
         "step: all of these, at least",
     ]
 
@@ -254,7 +254,7 @@ def seconds(count: float) -> str:
     for unit, length in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if count >= length:
             return f"{count / length:.3g} {unit}"
-    return f"{count:.3g} s"
+    return f"{1e9 * count:.3g} ns" if count else "0 s"
 
 
 def size(count: float) -> str:
