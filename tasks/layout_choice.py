@@ -29,8 +29,8 @@ from tasks.systems import AUTO, document_mask
 if TYPE_CHECKING:
     from tasks.run import Run
 
-DRAWN, SEED = 8, 0
-"""Rows of the corpora that are looked at, and the seed that draws them."""
+DRAWN, MOST_TOKENS, SEED = 8, 1 << 23, 0
+"""Rows of the corpora that are looked at, fewer of long ones; and their seed."""
 
 
 def typical_rows(
@@ -49,7 +49,8 @@ def typical_rows(
             plan, _ = corpora.rows(config, "train", corpora.vocab_size(config))
         except (FileNotFoundError, ValueError):
             return typical_rows(config, (tokens,))
-        numbers = np.random.default_rng(SEED).integers(plan.rows, size=DRAWN)
+        size = max(1, min(DRAWN, MOST_TOKENS // tokens))
+        numbers = np.random.default_rng(SEED).integers(plan.rows, size=size)
         read = (plan.read(int(number), index) for number in numbers)
         return tuple(_row(mask, batch.k_start, batch.k_end) for batch in read)
     first, end = document_spans(documents, index, tokens)
