@@ -29,7 +29,12 @@ from kernels.ring_attention import make_ring_attention
 from models.memory import Execution, Kept
 from tasks import layout_choice
 from tasks.config_errors import names_fields
-from tasks.state import abstract_state, optimizer_settings, sharding_of
+from tasks.state import (
+    abstract_state,
+    optimizer_settings,
+    sharding_of,
+    state_shapes,
+)
 from tasks.systems import (
     AttentionSystem,
     attention_system,
@@ -110,6 +115,16 @@ class Run:
     def on(self, partition: Partition) -> Self:
         """Returns the run on another mesh."""
         return dataclasses.replace(self, partition=partition)
+
+    def counted_on(self, partition: Partition) -> Self:
+        """Returns the run on another mesh, to count what it holds there.
+
+        With this mesh's model, which is not traced again: it is not to be run.
+        """
+        run = self.on(partition)
+        for name in "sizes", "model", "_optimizer", "_state_shapes":
+            vars(run)[name] = getattr(self, name)
+        return run
 
     # Rows, and how they lie on the mesh.
 
@@ -321,9 +336,14 @@ class Run:
         return self._optimizer[1]
 
     @functools.cached_property
+    def _state_shapes(self) -> TrainState:
+        return state_shapes(self.model, self.optimizer)
+
+    @functools.cached_property
     def state_like(self) -> TrainState:
         """Shape, dtype and sharding of every leaf of the train state."""
-        return abstract_state(self.model, self.optimizer, self.partition)
+        found = self._state_shapes, self.model.axes, self.optimizer
+        return abstract_state(*found, self.partition)
 
     def train_step(self) -> jax.stages.Wrapped:
         """Builds the program of `make_train_step`; it donates the state."""

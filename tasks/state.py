@@ -31,12 +31,18 @@ def sharding_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def abstract_state(
-    model: Model, optimizer: Optimizer, partition: Partition
-) -> TrainState:
-    """Returns shape, dtype and sharding of every leaf of the train state."""
+def state_shapes(model: Model, optimizer: Optimizer) -> TrainState:
+    """Returns shape and dtype of every leaf of the train state."""
+    return jax.eval_shape(lambda p: initial_state(p, optimizer), model.shapes)
 
-    shapes = jax.eval_shape(lambda p: initial_state(p, optimizer), model.shapes)
+
+def abstract_state(
+    shapes: TrainState, axes: Any, optimizer: Optimizer, partition: Partition
+) -> TrainState:
+    """Returns shape, dtype and sharding of every leaf of the train state.
+
+    shapes: of `state_shapes`. axes: names of the parameters' axes.
+    """
 
     def placed(
         shape: jax.ShapeDtypeStruct, names: Axes = (), on_host: bool = False
@@ -52,13 +58,11 @@ def abstract_state(
         return placed(shape, names, is_far)
 
     state_placed = functools.partial(placed, on_host=optimizer.on_host)
-    axes = optimizer.axes(shapes.optimizer_state, model.axes)
+    state_axes = optimizer.axes(shapes.optimizer_state, axes)
     return TrainState(
         step=placed(shapes.step),
-        params=jax.tree_util.tree_map_with_path(
-            param_placed, shapes.params, model.axes
-        ),
-        optimizer_state=jax.tree.map(state_placed, shapes.optimizer_state, axes),
+        params=jax.tree_util.tree_map_with_path(param_placed, shapes.params, axes),
+        optimizer_state=jax.tree.map(state_placed, shapes.optimizer_state, state_axes),
         guard=jax.tree.map(placed, shapes.guard),
     )
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kernels.cost.clock import PRODUCTS
 from kernels.cost.work import Row, Sequence
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
+from models.abstract import Model
 from tasks.layout_choice import ring_passes
 from tasks.task import make_run
 from tools import plan_pod
@@ -219,7 +221,13 @@ def test_a_collective_is_exposed_for_as_long_as_it_outlasts_what_runs_beside_it(
 @pytest.mark.thorough
 @pytest.mark.parametrize("context", [2**22, 2**23])
 def test_best_mesh_fits_and_takes_the_least_time(context):
-    found = suggestions(config_7b(context), 512, V4)
+    traced = mock.Mock(side_effect=Model.of)
+    with mock.patch.object(Model, "of", traced):
+        found = suggestions(config_7b(context), 512, V4)
+    assert traced.call_count == 1  # once for all meshes, of which each has its own
+    run = run_7b(context)
+    elsewhere = make_run(run.config, partition(ring=1)).counted_on(run.partition)
+    assert elsewhere.state_like == run.state_like
     assert found[0].fits and found[0].ring_waits == 0
     # One row, and 32 heads: nothing else divides.
     assert all(one.mesh["data"] == one.mesh["fsdp"] == 1 for one in found)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from tasks import state
-from tasks.state import abstract_state
+from tasks.state import abstract_state, state_shapes
 from tasks.text import TextRun
 from tests.small.families import FAMILIES
 from tests.small.models import config_of, partition_of
@@ -98,7 +98,8 @@ def batch_of(number: int) -> Any:
 def programs(kind: str, shape: MeshShape = ONE) -> Any:
     """The optimizer, the state as shapes, and a step that donates it."""
     optimizer = optimizer_of(kind)
-    like = abstract_state(MODEL, optimizer, partition_of(shape))
+    shapes = state_shapes(MODEL, optimizer)
+    like = abstract_state(shapes, MODEL.axes, optimizer, partition_of(shape))
     placing = state.sharding_of(like)
     step = make_train_step(loss_sum, optimizer, count=count)
     step = jax.jit(step, out_shardings=(placing, placing.step), donate_argnums=0)

@@ -92,10 +92,10 @@ def suggestions(
       ValueError: no mesh suits; the message says what is wrong with one ring of all.
     """
     rows = typical_rows(config, documents)
+    alone = make_run(config, _partition(config, chip, 1, 1, 1, 1, 1), rows)
 
     def suggested(*sizes: int) -> Suggestion:
-        run = make_run(config, _partition(config, chip, *sizes), rows)
-        return suggestion(run)
+        return suggestion(alone.counted_on(_partition(config, chip, *sizes)))
 
     found = []
     for sizes in _factorisations(devices):
