@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         self.config, self.execution = config, execution
         self.partition = partition
 
-        @nnx.vmap
+        @nnx.scan(in_axes=0, out_axes=0)
         def stacked(key: jax.Array) -> DecoderLayer:
             return DecoderLayer(config, execution, partition, rngs=nnx.Rngs(key))
 
