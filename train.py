@@ -38,7 +38,7 @@ from tasks.run import Data, Run
 from tasks.state import guard_settings
 from tasks.systems import prepare_devices
 from tasks.task import make_run, run_settings
-from training import hosts, peers, record
+from training import compilation, hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place
 from training.goodput import Goodput
@@ -98,6 +98,10 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
             if "tensorboard" in config.metrics:
                 make_writable(f"{config.workdir}/tensorboard")
         check_shared(config.workdir)
+        compiled = stack.enter_context(compilation.counted())
+        if config.keep_programs:
+            programs = f"{config.workdir}/programs"
+            stack.enter_context(compilation.kept_in(programs, say))
         stop = stack.enter_context(stop_notice())
         guard = guard_settings(config)
         watchdog = Watchdog(guard.first_step_seconds, guard.step_seconds)
@@ -126,7 +130,7 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         begun = time.monotonic()
         with goodput.spend("compile"):
             programs = compile_programs(run, frozen)
-        say(f"compiled in {time.monotonic() - begun:.1f} s")
+        say(f"compiled in {time.monotonic() - begun:.1f} s ({compiled})")
         _stop_if(stop, first_step)
 
         if is_first:
@@ -221,13 +225,14 @@ def _sinks(
 def _report(
     run: Run, last_step: int, writer: Sink, say: Callable[[str], None]
 ) -> Report:
+    rates = jax.jit(jax.vmap(run.schedule))
     return Report(
         say=say,
         writer=writer,
         throughput=Throughput.of(run.partition.mesh.devices.flatten()),
         work=run.work,
         # All at once, before the first step: each by itself would wait for one.
-        learning_rates=jax.device_get(jax.vmap(run.schedule)(jnp.arange(last_step))),
+        learning_rates=jax.device_get(rates(jnp.arange(last_step))),
         total_steps=last_step,
         every_steps=run.config.train.log_every_steps,
         stop_after=run.config.guard.stop_after,

@@ -15,6 +15,9 @@ FIELDS = dict(
     # Directory of checkpoints, curves and the config itself; a run that finds its own
     # checkpoint there resumes. Local, or a bucket ("gs://…").
     workdir="runs/base",
+    # Keep compiled programs in WORKDIR/programs, for the next starts; or, as JAX does,
+    # in JAX_COMPILATION_CACHE_DIR.
+    keep_programs=True,
     # Source of a new run's parameters: the workdir of another run, or one written by
     # tools/convert_hf.py; the optimizer starts over. "": random parameters.
     init_from="",

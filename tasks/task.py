@@ -23,6 +23,7 @@ RUNS = {"text": text.TextRun, "exorl": exorl.AgentRun}
 _OF_A_HOST = (
     "hosts",
     "simulated_devices",
+    "keep_programs",
     "profile",
     "data.threads",
     "data.compare_digests",

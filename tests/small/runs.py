@@ -72,12 +72,16 @@ def _fields(corpus: Path, workdir: Path, overrides: dict[str, Any]) -> dict[str,
 
 
 @contextlib.contextmanager
-def kept_in(directory: Path) -> Iterator[None]:
-    """Compiles once what several runs of this process have in common."""
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+def kept_in(directory: Path | None) -> Iterator[None]:
+    """Compiles once what several runs of this process have in common.
+
+    directory: of the programs; None for that of each run.
+    """
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", directory and str(directory))
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
 
 

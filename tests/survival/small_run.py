@@ -64,9 +64,7 @@ sys.exit(train.main())
 """
 
 
-def start_and_kill(
-    run: Small, programs: Path, line: str, seconds: float, last_save: int = 0
-) -> bool:
+def start_and_kill(run: Small, line: str, seconds: float, last_save: int = 0) -> bool:
     """Starts a run in a process of its own and kills it some time after a line.
 
     last_save: step after whose save begins it makes no other; 0 for none.
@@ -74,8 +72,8 @@ def start_and_kill(
     Returns:
       Whether it was killed, and had not ended before.
     """
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(programs), "LAST_SAVE": str(last_save)}
-    with Processes([["-c", VICTIM, *run.flags()]], **kept) as started:
+    victim = ["-c", VICTIM, *run.flags()]
+    with Processes([victim], LAST_SAVE=str(last_save)) as started:
         (process,) = started.running
         for said in iter(process.stdout.readline, ""):
             if said.startswith(line):

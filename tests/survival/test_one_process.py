@@ -19,7 +19,7 @@ import pytest
 import train
 from tasks.command_line import read_config
 from tests.processes import run_program
-from tests.small.runs import KINDS, assert_equal_bits
+from tests.small.runs import KINDS, assert_equal_bits, kept_in
 from tests.survival.small_run import QUIET, STEPS, Small, start_and_kill
 from training.guard import SPIKE_WINDOW, BadSteps
 from training.preemption import Preempted
@@ -100,7 +100,7 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
     for _ in range(kills):
         wanted = random.choice(["saving", "saving", "step", "checkpoints:"])
         seconds = random.choice([0, random.uniform(0, 0.05), random.random()])
-        made += start_and_kill(killed, programs, wanted, seconds)
+        made += start_and_kill(killed, wanted, seconds)
     print(f"{made} kills")
     assert made > kills // 2
     killed.train()
@@ -184,11 +184,16 @@ def test_a_spike_of_the_loss_is_skipped_logged_and_counted(run, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_killed_run_ends_as_an_undisturbed_one(run, undisturbed, truth, programs):
+def test_a_killed_run_ends_as_an_undisturbed_one(run, undisturbed, truth):
     seconds = random.uniform(0, 0.3)
-    assert start_and_kill(run, programs, "saving 8", seconds, last_save=8)
+    assert start_and_kill(run, "saving 8", seconds, last_save=8)
     assert not run.has_checkpoint(STEPS)
-    run.train()
+    step = list(run.workdir.glob("programs/jit_train_step-*-cache"))
+    with kept_in(None):
+        run.train()
+    assert step == list(run.workdir.glob("programs/jit_train_step-*-cache")) != []
+    (kept,) = re.findall(r"start, (\d+) programs from earlier", "\n".join(run.said))
+    assert int(kept) > 0
     assert {"resuming from step 4", "resuming from step 8"} & {*run.said}
     state = run.state()
     assert int(state.step) == STEPS and len(jax.tree.leaves(state)) > 30
