@@ -51,6 +51,16 @@ class DocumentMask:
         prefix = first + np.minimum(self.prefix, end - first)
         return k_start, np.minimum(np.maximum(index + 1, prefix), end)
 
+    def pairs(self, lengths: np.ndarray) -> np.ndarray:
+        """Counts what the tokens of documents see in all, int64 (documents,).
+
+        lengths: tokens of each, int64 (documents,).
+        """
+        beyond = np.maximum(lengths - self.window, 0) if self.window else 0
+        ahead = np.minimum(self.prefix, lengths)
+        triangles = lengths * (lengths + 1) - beyond * (beyond + 1)
+        return (triangles + ahead * (ahead - 1)) // 2
+
     def within(self) -> Mask:
         """Returns a mask of indices alone that shows all that this one does.
 

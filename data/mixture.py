@@ -15,7 +15,7 @@ import numpy as np
 
 from data.batch import Batch
 from data.files import describe_file
-from data.rows import RowOrder, RowPlan
+from data.rows import CorpusRows, RowOrder
 from data.text.token_file import TokenFile
 from data.text.tokenizer import open_tokenizer
 
@@ -62,7 +62,7 @@ class MixedRows:
     plans: of rows of one length.
     """
 
-    plans: Sequence[RowPlan]
+    plans: Sequence[CorpusRows]
 
     @property
     def length(self) -> int:
@@ -79,9 +79,18 @@ class MixedRows:
 
     def read(self, row: int, index: np.ndarray) -> Batch:
         """Reads tokens of a row, as `RowPlan.read`."""
+        plan, own = self._find(row)
+        return plan.read(own, index)
+
+    def work(self, row: int) -> int:
+        """Counts the pairs that a row shows, as `CorpusRows.work`."""
+        plan, own = self._find(row)
+        return plan.work(own)
+
+    def _find(self, row: int) -> tuple[CorpusRows, int]:
         number = int(np.searchsorted(self.ends, row, side="right"))
         plan = self.plans[number]
-        return plan.read(row - int(self.ends[number]) + plan.rows, index)
+        return plan, row - int(self.ends[number]) + plan.rows
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,8 @@ class CorpusRows(ABC):
 
     def read(self, row: int, index: np.ndarray) -> Batch:
         """Reads tokens of a row, as `RowPlan.read`."""
-        begin, stop = self.span(row)
-        size, starts = stop - begin, self.corpus.starts
-        inner = starts[slice(*starts.searchsorted((begin + 1, stop)))]
-        bounds = np.r_[begin, inner, stop] - begin
+        begin, bounds = self._bounds(row)
+        size = int(bounds[-1])
         document = np.searchsorted(bounds[:-1], index, side="right") - 1
         first = bounds[document].astype(np.int32)
         end = bounds[document + 1].astype(np.int32)
@@ -110,6 +108,20 @@ class CorpusRows(ABC):
             k_start=np.where(is_real, k_start, index),
             k_end=k_end,
         )
+
+    def work(self, row: int) -> int:
+        """Counts the pairs of a query and a key that the row's mask shows."""
+        bounds = np.minimum(self._bounds(row)[1], self.length)
+        return int(self.mask.pairs(np.diff(bounds)).sum())
+
+    def _bounds(self, row: int) -> tuple[int, np.ndarray]:
+        """Returns where the row begins, and from there where its documents do; its end.
+
+        The target of the last token is in it.
+        """
+        (begin, stop), starts = self.span(row), self.corpus.starts
+        inner = starts[slice(*starts.searchsorted((begin + 1, stop)))]
+        return begin, np.r_[begin, inner, stop] - begin
 
 
 class PackedRows(CorpusRows):

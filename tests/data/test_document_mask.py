@@ -31,7 +31,7 @@ def test_tokens_see_what_the_mask_shows_and_lose_targets_that_they_see(
     parsed = DocumentMask.parse(mask)
     plan = ROW_PLANS[rows](corpus, LENGTH, parsed)
     causal = read_rows(ROW_PLANS[rows](corpus, LENGTH))
-    for row, plain in zip(read_rows(plan), causal, strict=True):
+    for number, (row, plain) in enumerate(zip(read_rows(plan), causal, strict=True)):
         is_real = plain.k_end > plain.k_start
         documents = np.cumsum(plain.positions == 0)
         places = list(zip(documents, plain.positions, strict=True))
@@ -43,6 +43,7 @@ def test_tokens_see_what_the_mask_shows_and_lose_targets_that_they_see(
         index = np.arange(LENGTH)
         seen = masks.in_interval(row.k_start[:, None], index, row.k_end[:, None])
         np.testing.assert_array_equal(seen, wanted)
+        assert plan.work(number) == wanted.sum()
         sees_target = np.array([shown(mask, at, at + 1) for _, at in places])
         weights = plain.loss_weights * ~sees_target
         np.testing.assert_array_equal(row.loss_weights, weights)

@@ -116,6 +116,7 @@ def test_rows_of_a_mixture_are_those_of_its_parts(plans):
     assert mixed.length == LENGTH and mixed.rows == sum(ROWS) == len(own)
     for row, expected in enumerate(own):
         assert_same_batch(mixed.read(row, index), expected)
+        assert mixed.work(row) == (expected.k_end - expected.k_start).sum()
 
 
 def test_corpora_of_unlike_tokenizers_are_refused(tmp_path):
