@@ -37,6 +37,7 @@ LEAST = {
     "simulated_devices": 0,
     "seed": 0,
     "data.context_tokens": 1,
+    "data.balanced_steps": 0,
     "data.threads": 0,
     "train.log_every_steps": 1,
     "train.validate_every_steps": 1,

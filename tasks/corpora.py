@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from data.balance import Balanced
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
 from data.packed import digest
 from data.rows import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
@@ -80,6 +81,8 @@ def identify(config: ConfigDict) -> tuple[str, str, str]:
 def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowOrder]:
     """Returns the rows of a split, and their order: shuffled to train, else in order.
 
+    Rows to train on are dealt to steps by their work, where the config says so.
+
     Raises:
       FileNotFoundError, ValueError: a corpus is missing or damaged, has tokens that a
         model of this vocabulary lacks, or another tokenizer than the first; or as
@@ -94,8 +97,11 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     order = Shuffled(config.seed) if split == "train" else InOrder()
     cut, mask = ROW_PLANS[config.data.rows], document_mask(config)
     plans = [cut(corpus, config.data.context_tokens, mask) for corpus in corpora]
-    if len(plans) == 1:
-        return plans[0], order
-    check_alike(corpora)
-    counts = [plan.rows for plan in plans]
-    return MixedRows(plans), MixedOrder(counts, shares(found, counts), order)
+    plan = plans[0]
+    if len(plans) > 1:
+        check_alike(corpora)
+        counts = [each.rows for each in plans]
+        plan, order = MixedRows(plans), MixedOrder(counts, shares(found, counts), order)
+    if split == "train" and (steps := config.data.balanced_steps):
+        order = Balanced(order, plan.work, config.data.batch_rows, steps)
+    return plan, order

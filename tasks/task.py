@@ -31,7 +31,13 @@ _OF_A_HOST = (
 # Fields that only the other task reads.
 _UNREAD = {
     "text": ("agent", *(f"data.{name}" for name in exorl.DATA_FIELDS)),
-    "exorl": ("lora", "model.vocab_size", "data.corpus", "data.rows"),
+    "exorl": (
+        "lora",
+        "model.vocab_size",
+        "data.corpus",
+        "data.rows",
+        "data.balanced_steps",
+    ),
 }
 
 
