@@ -90,6 +90,8 @@ class QueryTile(NamedTuple):
 
         @pl.when(~is_lazy | (self.counts[IS_EXACT] != 0))
         def _():
+            # Here, as a copy of this code for each kind of lazy tile is long.
+            pl.when(is_lazy)(self._load_bounds)
             self.counts[IS_EXACT] = 0
             # Partial tiles write the version that they read.
             dst = jnp.where(is_lazy, 1 - src, src)
@@ -247,7 +249,6 @@ class QueryTile(NamedTuple):
         def _():
             self.counts[IS_EXACT] = 1
             restore()
-            self._load_bounds()
 
     def _look_for_max(self, src: jax.Array, k_ref: jax.Ref) -> None:
         """Sets m to the maxima over the first 128 keys of a tile."""
