@@ -16,13 +16,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.backends import Backend
+from kernels.backends.tile_ranges import key_ranges
 from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.tpu.backward_dq import STREAMED
 from kernels.backends.tpu.backward_tile import BackwardTile
+from kernels.backends.tpu.block_sizes import TPU_FORWARD
 from kernels.backends.tpu.bounds import RowBounds
 from kernels.backends.tpu.cut import Cut
+from kernels.backends.tpu.diagonal import Diagonals
 from kernels.backends.tpu.launch import Launch
 from kernels.backends.tpu.orientation import UPRIGHT
+from kernels.layouts import Striped
+from kernels.masks import causal
 from tests.cases.attention import FLOAT32_TOLERANCE
 from tests.simulated_tpu import (
     CHIP,
@@ -198,6 +203,14 @@ def test_cost_counts_the_products_of_all_queries_with_all_keys(launches):
 
 
 @pytest.mark.thorough
+def test_step_is_exact_where_scalar_memory_does_not_hold_the_diagonals(rng):
+    """Nine numbers of four query tiles take 144 bytes; without these, 128."""
+    chip = dataclasses.replace(CHIP, smem_capacity_bytes=2**11 + 140)
+    case = StepCase(512, 512, group=2, batch=1, has_carry=True)
+    assert_true(rng, SimulatedTpu(Launch(chip, SMALL_BLOCKS, True)), case, jnp.float32)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "group, chip",
     [
@@ -209,7 +222,11 @@ def test_cost_counts_the_products_of_all_queries_with_all_keys(launches):
 def test_causal_gradients_are_exact_and_need_no_partial_tiles(
     group, chip, monkeypatch, rng
 ):
-    """Of the own keys and of those of a later shard, striped."""
+    """Of the own keys and of visiting ones, in stripes of one token or a granule.
+
+    In wide stripes of a later shard, the first rows of a tile see nothing of its last
+    key tile: there is no code for that.
+    """
     partial = []
     add_partial = BackwardTile._add_partial
 
@@ -221,16 +238,44 @@ def test_causal_gradients_are_exact_and_need_no_partial_tiles(
     case = StepCase(512, 512, group, kv_heads=2, batch=1, has_carry=True)
     program = compiled(SimulatedTpu(Launch(chip, SMALL_BLOCKS, True)), case.scale)
     step, index = case.draw(rng), np.arange(512, dtype=np.int32)[None]
-    for first_end in (1, 0):
-        step = step._replace(k_start=np.zeros_like(index), k_end=index + first_end)
+    none, stripe = np.zeros_like(index), index // 128 * 128
+    for k_start, k_end, has_partial in (
+        (none, index + 1, False),
+        (none, index, False),
+        (none, stripe + 128, False),
+        (none, stripe, group == 1),
+        (np.where(index < 400, none, 256), stripe + 128, True),  # two documents
+        (none, index + (index >= 300), True),
+    ):
+        step = step._replace(k_start=k_start, k_end=k_end)
         results = jax.block_until_ready(program(step.astype(jnp.float32)))
         errors = answer(results, step).errors(truth(case, step))
         assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
         jax.effects_barrier()
-        assert not partial
-    step.k_end[0, 300] += 1
-    step.k_end[0, 301:] += 2
-    errors = answer(program(step.astype(jnp.float32)), step).errors(truth(case, step))
-    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
-    jax.effects_barrier()
-    assert partial
+        assert bool(partial) == has_partial
+        partial.clear()
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("is_later", [False, True], ids=["earlier", "later"])
+@pytest.mark.parametrize("width", [1, 256, 512, 1024])
+def test_there_is_code_for_partial_tiles_of_visiting_stripes(width, is_later, group):
+    """Forward, but for stripes of 512 where a tile has as many rows of a head.
+
+    Backward, but for tiles whose first rows see nothing. Stripes of 1024 have none.
+    """
+    length, block_k, block_q = 4096, 1024, 1024 // group
+    layout, shard = Striped(width), int(is_later)
+    visible = causal()(layout.index(1 - shard, 2, length), 2 * length)
+    bounds = [jnp.asarray(layout.count(shard, bound, 2, length)) for bound in visible]
+    ranges = key_ranges(*bounds, block_q, block_k)
+    rows = [x.reshape(1, -1, block_q) for x in bounds]
+    partial = np.asarray(ranges.work() - (ranges.full_end - ranges.full_begin))
+    assert partial.any() == (width < 1024) and partial.max() <= 1
+    has_forward = width != 512 or group >= 4
+    has_backward = has_forward and not (width == 256 and is_later and group < 4)
+    known = Diagonals.of(TPU_FORWARD["v5e"], block_q, has_all=True)
+    first_ends = known.first_ends(ranges, *rows) - ranges.full_end * block_k
+    for has_all, has_code in (True, has_forward), (False, has_backward):
+        found = Diagonals.of(TPU_FORWARD["v5e"], block_q, has_all).hold(first_ends)
+        np.testing.assert_array_equal(found, has_code * partial)

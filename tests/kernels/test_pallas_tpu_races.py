@@ -44,6 +44,7 @@ NONE, ALL = np.zeros_like(INDEX), np.full_like(INDEX, 1024)
 BOUNDS = {
     "own shard": (NONE, INDEX + 1),
     "striped, from a later shard": (NONE, INDEX),
+    "wide stripes, from a later shard": (NONE, INDEX // 128 * 128),
     "from an earlier shard": (NONE, ALL),
     "from a later shard": (NONE, NONE),
     "window": (np.maximum(INDEX - 299, 0), INDEX + 1),

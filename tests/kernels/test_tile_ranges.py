@@ -1,5 +1,7 @@
 """Tile ranges against every tile of the boolean matrix, one by one."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,10 +127,12 @@ def test_jax_and_numpy_agree(shape, block, rng):
         (layout.Contiguous(), 36, lambda device, step: 64 * (device >= step), 228),
         # Striped: every shard is a triangle, with the diagonal or just below it.
         (layout.Striped(), 36, lambda device, step: 36, 144),
+        # Stripes as wide as tiles: with those of its own stripe, or without.
+        (layout.Striped(8), 36, lambda device, step: 28 + 8 * (device >= step), 144),
         # Zigzag: two tiles of chunks of 4 x 4 in any case.
         (layout.Zigzag(), 36, lambda device, step: 32, 132),
     ],
-    ids=["contiguous", "striped", "zigzag"],
+    ids=["contiguous", "striped", "wide stripes", "zigzag"],
 )
 def test_work_of_a_causal_ring_of_four(kind, first_step, later_steps, total):
     """Counts live tiles, 8 x 8 a shard, per device and step; the slowest decides."""
@@ -145,6 +149,26 @@ def test_work_of_a_causal_ring_of_four(kind, first_step, later_steps, total):
     for step in range(1, ring_size):
         assert work[step].tolist() == [later_steps(d, step) for d in range(ring_size)]
     assert work.max(axis=1).sum() == total
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_wide_stripes_have_partial_tiles_at_edges_of_documents_alone(width, rng):
+    """In visiting shards, of tiles that divide a stripe, as those for CPUs and GPUs."""
+    ring_size, length = 4, 1024
+    edges = np.sort(rng.choice(ring_size * length // width, 9, replace=False)) * width
+    for shift in 0, width // 2:
+        found = 0
+        for device, step in itertools.product(range(ring_size), range(1, ring_size)):
+            kind = layout.Striped(width)
+            index = kind.index(device, ring_size, length)
+            begins = np.append(0, edges + shift)
+            start = begins[np.searchsorted(begins, index, side="right") - 1]
+            visible = Visible(start[None].astype(np.int32), index[None] + np.int32(1))
+            shard = (device - step) % ring_size
+            bounds = slots(kind, shard, visible, length)
+            ranges = key_ranges(*bounds, min(width, 128), 64)
+            found += (ranges.work() - (ranges.full_end - ranges.full_begin)).sum()
+        assert (found > 0) == (shift > 0)
 
 
 def slots(kind, shard: int, visible: Visible, length: int) -> list[np.ndarray]:

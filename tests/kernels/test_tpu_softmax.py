@@ -34,13 +34,26 @@ LEVELS = {
 
 
 CAUSAL = StepCase(KEY_TILES * TILE, KEY_TILES * TILE, group=1, batch=1)
+VISITING = dataclasses.replace(CAUSAL, has_carry=True)
+INDEX = np.arange(CAUSAL.queries, dtype=np.int32)
+GRANULE = 128
+STRIPE = INDEX // GRANULE * GRANULE
 CAUSAL_CASES = {
-    "own keys": (CAUSAL, 1),
-    "visiting keys": (dataclasses.replace(CAUSAL, has_carry=True), 0),
-    "two heads": (dataclasses.replace(CAUSAL, group=2, has_carry=True), 0),
-    "four heads": (dataclasses.replace(CAUSAL, group=4, has_carry=True), 1),
+    "own keys": (CAUSAL, INDEX + 1),
+    "visiting keys": (VISITING, INDEX),
+    "two heads": (dataclasses.replace(VISITING, group=2), INDEX),
+    "four heads": (dataclasses.replace(VISITING, group=4), INDEX + 1),
+    "wide stripes": (VISITING, STRIPE + GRANULE),
+    "wide stripes of a later shard": (VISITING, STRIPE),
+    "wide stripes, two heads": (dataclasses.replace(VISITING, group=2), STRIPE),
+    "wide stripes, four heads": (
+        dataclasses.replace(VISITING, group=4),
+        STRIPE + GRANULE,
+    ),
+    # As shards see their own keys in attention to whole blocks.
+    "wide stripes, no carry": (CAUSAL, STRIPE + GRANULE),
 }
-"""And the keys that the first query sees."""
+"""And where each query's keys end."""
 
 
 def step_at_levels(
@@ -156,11 +169,10 @@ def test_rising_scores_overflow_where_no_limit_is_set(run_and_count, monkeypatch
 def causal_step(
     rng: np.random.Generator, name: str, levels: tuple[float, ...] = LEVELS["level"]
 ) -> Step:
-    """Draws a step of which every query sees one key more than the one before."""
-    case, first_end = CAUSAL_CASES[name]
+    """Draws a step whose queries see all keys up to an end."""
+    case, end = CAUSAL_CASES[name]
     step = step_at_levels(rng, case, levels, attends_to_all=False)
-    end = np.arange(case.queries, dtype=np.int32)[None] + first_end
-    return step._replace(k_start=np.zeros_like(end), k_end=end)
+    return step._replace(k_start=np.zeros_like(end[None]), k_end=end[None].copy())
 
 
 @pytest.mark.thorough
@@ -170,11 +182,14 @@ def causal_step(
         *[("own keys", levels) for levels in ("rising", "jumping")],
         *[("visiting keys", "below a carry"), ("two heads", "jumping")],
         ("four heads", "rising"),
+        ("wide stripes", "jumping"),
+        ("wide stripes of a later shard", "below a carry"),
         *(
             pytest.param(*it, marks=pytest.mark.slow)
             for it in (
                 *[("own keys", "level"), ("own keys", "falling")],
                 *[("visiting keys", "rising"), ("four heads", "level")],
+                *[(name, "rising") for name in CAUSAL_CASES if "wide" in name],
             )
         ),
     ],
@@ -182,8 +197,12 @@ def causal_step(
 def test_diagonals_give_the_exact_softmax_whatever_the_scores_do(
     name, levels, run_and_count, rng
 ):
+    """Keys that no piece of a tile has to compute are nan."""
     step = causal_step(rng, name, LEVELS[levels])
-    assert_exact(run_and_count(step)[0], step)
+    end = -(-step.k_end.max() // GRANULE) * GRANULE
+    k, v = step.k.copy(), step.v.copy()
+    k[:, end:] = v[:, end:] = np.nan
+    assert_exact(run_and_count(step._replace(k=k, v=v))[0], step)
 
 
 @pytest.mark.thorough
@@ -194,7 +213,7 @@ def test_causal_steps_need_no_exact_tiles(name, run_and_count, rng):
         step.carry[1][...] = np.abs(step.k).max()
     assert run_and_count(step)[1] == 0
     # Where a query sees one key less, its tile is no diagonal one.
-    step.k_end[0, TILE + 1] -= 1
+    step.k_end[0, TILE] -= 1
     assert run_and_count(step)[1] > 0
 
 

@@ -32,7 +32,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tile_ranges import TileRanges
-from . import diagonal
 from .backward_dq import STREAMED, VISITED, Resident, Streamed
 from .backward_tile import BackwardTile, KeyTile, QueryTile
 from .block_sizes import TpuBlocks
@@ -221,6 +220,8 @@ def _kernel(
     )
     keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
     block_q = q_hbm_ref.shape[3] // query_tiles
+    # By sub-blocks, the others take no longer than the staircases with a base.
+    diagonals = numbers.diagonals(config.blocks, block_q, has_all=False)
     goes_on = dq.chains(before, here)
     visited = jnp.where(goes_on, scratch.counts[VISITED], 0)  # in this chain before
 
@@ -263,8 +264,7 @@ def _kernel(
             offset=query_tile * sub_blocks,
         )
         first_key = j * k_ref.shape[0]
-        granule = diagonal.granule(config.blocks) if numbers.first_ends else None
-        tile = BackwardTile(keys, queries, first_key, bounds, block_q, granule, config)
+        tile = BackwardTile(keys, queries, first_key, bounds, diagonals, config)
         is_full = (ranges.full_begin <= i) & (i < ranges.full_end)
         tile.add_gradients(is_full, numbers.first_end(query_tile) - first_key)
         dq.store(i, n)

@@ -21,8 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ...masks import in_interval
-from . import diagonal
 from .bounds import SubBlockBounds
+from .diagonal import Diagonals, Strip
 from .orientation import Orientation
 from .tile_config import TileConfig
 from .vector import NN, NT, TN, dot
@@ -61,32 +61,24 @@ class KeyTile(NamedTuple):
 class BackwardTile(NamedTuple):
     """A key tile with a query tile.
 
-    first_key: of the key tile. bounds: of the query tile. block_q: rows of a head.
-    granule: of diagonal tiles, if there are any.
+    first_key: of the key tile. bounds: of the query tile.
     """
 
     keys: KeyTile
     queries: QueryTile
     first_key: jax.Array
     bounds: SubBlockBounds
-    block_q: int
-    granule: int | None
+    diagonals: Diagonals
     config: TileConfig
 
     def add_gradients(self, is_full: jax.Array, first_end: jax.Array) -> None:
         """Adds the gradients of all pairs of the tile that are visible.
 
-        first_end: `diagonal.first_ends` of the query tile, less `first_key`.
+        first_end: `Diagonals.first_ends` of the query tile, less `first_key`.
         """
-        blocks = self.config.blocks
-        is_diagonal = (first_end >= 0) & (first_end < blocks.block_k)
+        is_diagonal = self.diagonals.hold(first_end)
         pl.when(is_full)(self._add_full)
-        known = diagonal.bases(self.granule, self.block_q, blocks.block_k)
-        for base in known:
-            is_base = diagonal.has_base(known, self.granule, first_end, base)
-            pl.when(is_diagonal & is_base)(
-                functools.partial(self._add_diagonal, base, first_end)
-            )
+        self.diagonals.attend(first_end, self._add_diagonal)
         pl.when(~(is_full | is_diagonal))(self._add_partial)
 
     def _add_full(self) -> None:
@@ -95,23 +87,19 @@ class BackwardTile(NamedTuple):
         pieces = [self._piece(self.keys, pl.ds(r, size)) for r in starts]
         _interleave(pieces, self.config.blocks.ahead)
 
-    def _add_diagonal(self, base: int, first_end: jax.Array) -> None:
-        """Adds those of a diagonal tile; base: of `diagonal.bases`."""
-        blocks = self.config.blocks
+    def _add_diagonal(self, base: int, end: jax.Array) -> None:
+        """Adds those of a diagonal tile; base, end: see `Diagonals`."""
+        blocks, diagonals = self.config.blocks, self.diagonals
 
-        def piece(strip: diagonal.Strip) -> Iterator[None]:
+        def piece(strip: Strip) -> Iterator[None]:
             mask = functools.partial(
-                diagonal.mask,
-                first_end=first_end,
-                rows=(strip.rows.start, self.block_q),
-                axis=1,
-                masked=0.0,
+                diagonals.mask, end=end, first=strip.rows.start, axis=1, masked=0.0
             )
             live = pl.ds(0, len(strip.columns) * strip.width)
             keys = self.keys.at(live, self.config.orientation)
             return self._piece(keys, strip.rows, mask)
 
-        strips = diagonal.strips(blocks, self.block_q, base)
+        strips = diagonals.strips(blocks, base)
         # The shortest first: the first matmul of all is soon done.
         _interleave([piece(strip) for strip in strips[::-1]], blocks.diagonal_ahead)
 

@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 
 from ...masks import in_interval
 from ..tile_ranges import TileRanges
+from .block_sizes import TpuBlocks
+from .diagonal import NONE, Diagonals
 from .orientation import Orientation, strips
 from .vector import whole
 
@@ -31,7 +33,7 @@ class TileNumbers(NamedTuple):
     The kernels read them from one array in SMEM, which holds one after the other.
 
     ranges: of a line's tiles, 4 x [M * lines].
-    first_ends: None, or of `diagonal.first_ends`, [M * query tiles].
+    first_ends: None, or of `Diagonals.first_ends`, [M * query tiles].
     min_k_start, max_k_end: of sub-blocks, [M * query tiles * sub-blocks].
     """
 
@@ -57,8 +59,13 @@ class TileNumbers(NamedTuple):
         )
 
     def first_end(self, tile: jax.Array) -> jax.Array:
-        """Returns that of a query tile, -1 without a diagonal."""
-        return jnp.int32(-1) if self.first_ends is None else self.first_ends[tile]
+        """Returns that of a query tile."""
+        return jnp.int32(NONE) if self.first_ends is None else self.first_ends[tile]
+
+    def diagonals(self, blocks: TpuBlocks, block_q: int, has_all: bool) -> Diagonals:
+        """Returns `Diagonals.of` these, without a base where there are no numbers."""
+        found = Diagonals.of(blocks, block_q, has_all)
+        return found._replace(bases=()) if self.first_ends is None else found
 
 
 class SubBlockBounds(NamedTuple):

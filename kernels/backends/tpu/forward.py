@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tile_ranges import TileRanges
-from . import diagonal
 from .block_sizes import TpuBlocks
 from .bounds import RowBounds, SubBlockBounds, TileNumbers
 from .cut import Cut
@@ -201,12 +200,15 @@ def _kernel(
         kv.start(here.end - 1, jnp.int32(0))
 
     stacked_q_ref = stack_heads(q_ref, scratch.q)  # [R, D]
+    ranges = TileRanges(*(number[query_tile] for number in numbers.ranges))
+    # Keys of other shards, and so staircases, meet a carry.
+    has_all, block_q = bool(carry_ref), q_ref.shape[1]
+    first_end = numbers.first_end(query_tile) - ranges.full_end * config.blocks.block_k
     work = QueryTile(
         config=config,
-        ranges=TileRanges(*(number[query_tile] for number in numbers.ranges)),
-        first_end=numbers.first_end(query_tile),
-        granule=diagonal.granule(config.blocks) if numbers.first_ends else None,
-        block_q=q_ref.shape[1],
+        ranges=ranges,
+        diagonals=numbers.diagonals(config.blocks, block_q, has_all),
+        first_end=first_end,
         q=stacked_q_ref,
         carry=carry_ref,
         state=scratch.state,

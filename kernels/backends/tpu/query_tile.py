@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..tile_ranges import TileRanges
-from . import diagonal
 from .bounds import RowBounds, SubBlockBounds
-from .diagonal import Strip
+from .diagonal import Diagonals, Strip
 from .dma import stacked_rows
 from .orientation import strips
 from .softmax import (
@@ -51,9 +50,8 @@ class QueryTile(NamedTuple):
 
     config: TileConfig
     ranges: TileRanges  # of this query tile
-    first_end: jax.Array  # of `diagonal.first_ends`
-    granule: int | None  # of diagonal tiles, if there are any
-    block_q: int
+    diagonals: Diagonals
+    first_end: jax.Array  # of `first_ends`, less the first key after the full tiles
     q: jax.Ref  # [R, D]
     carry: Carry | tuple[()]
     state: SoftmaxState
@@ -65,7 +63,7 @@ class QueryTile(NamedTuple):
     def begin(self) -> None:
         """Sets what the first tile reads; a diagonal one reads the carry itself."""
         self.counts[IS_EXACT] = 0
-        pl.when(self.first_end < 0)(lambda: self._init(0))
+        pl.when(~self._has_diagonal)(lambda: self._init(0))
         full_begin, full_end = self.ranges.full_begin, self._lazy_end
         has_partial = (self.ranges.live_begin < full_begin) | (
             full_end < self.ranges.live_end
@@ -77,16 +75,11 @@ class QueryTile(NamedTuple):
         ranges, kv_refs = self.ranges, (k_ref, v_ref)
         src = self._version(j)
         is_full = (ranges.full_begin <= j) & (j < ranges.full_end)
-        is_diagonal = (self.first_end >= 0) & (j == ranges.full_end)
+        is_diagonal = self._has_diagonal & (j == ranges.full_end)
         is_lazy = is_full | is_diagonal
         pl.when(is_full)(lambda: self._attend_full(j, src, kv_refs))
-        granule, block_k = self.granule, self.config.blocks.block_k
-        known = diagonal.bases(granule, self.block_q, block_k)
-        for base in known:
-            is_base = diagonal.has_base(known, granule, self._diagonal_end, base)
-            pl.when(is_diagonal & is_base)(
-                functools.partial(self._attend_diagonal, base, src, kv_refs)
-            )
+        attend = functools.partial(self._attend_diagonal, src, kv_refs)
+        pl.when(is_diagonal)(lambda: self.diagonals.attend(self.first_end, attend))
 
         @pl.when(~is_lazy | (self.counts[IS_EXACT] != 0))
         def _():
@@ -124,14 +117,13 @@ class QueryTile(NamedTuple):
         return stacked_rows(tile_ref.shape[0], self.q.shape[0])
 
     @property
-    def _diagonal_end(self) -> jax.Array:
-        """k_end of the first row in the diagonal tile."""
-        return self.first_end - self.ranges.full_end * self.config.blocks.block_k
+    def _has_diagonal(self) -> jax.Array:
+        return self.diagonals.hold(self.first_end)
 
     @property
     def _lazy_end(self) -> jax.Array:
         """End of the tiles that are attended to lazily: full ones, then a diagonal."""
-        return self.ranges.full_end + (self.first_end >= 0).astype(jnp.int32)
+        return self.ranges.full_end + self._has_diagonal.astype(jnp.int32)
 
     def _version(self, j: jax.Array) -> jax.Array:
         """Returns the version of l, acc that key tile j reads; lazy tiles flip it."""
@@ -161,7 +153,7 @@ class QueryTile(NamedTuple):
 
     def _carried(self) -> Start:
         """Returns l and acc of the carry, as of one key with P = 1; m must be set."""
-        orientation, block_q = self.config.orientation, self.block_q
+        orientation, block_q = self.config.orientation, self.diagonals.block_q
 
         def sums(rows: pl.Slice) -> jax.Array:
             m = orientation.at(self.state.m, rows)[...]
@@ -215,15 +207,18 @@ class QueryTile(NamedTuple):
         self._check(max_l, restore)
 
     def _attend_diagonal(
-        self, base: int, src: jax.Array, kv_refs: tuple[jax.Ref, jax.Ref]
+        self,
+        src: jax.Array,
+        kv_refs: tuple[jax.Ref, jax.Ref],
+        base: int,
+        end: jax.Array,
     ) -> None:
-        """Attends to a diagonal tile, the first one. base: of `diagonal.bases`."""
-        blocks, block_q = self.config.blocks, self.block_q
+        """Attends to a diagonal tile, the first one. base, end: see `Diagonals`."""
+        blocks, axis = self.config.blocks, self.config.orientation.axis
 
         def mask(s: jax.Array, rows: pl.Slice, first_key: int) -> jax.Array:
-            first_end = self._diagonal_end - first_key
-            place, axis = (rows.start, block_q), self.config.orientation.axis
-            return diagonal.mask(s, first_end, place, axis, -jnp.inf)
+            end_here = end - first_key
+            return self.diagonals.mask(s, end_here, rows.start, axis, -jnp.inf)
 
         if self.carry:
             self._init_max()
@@ -233,7 +228,7 @@ class QueryTile(NamedTuple):
             self.state,
             src,
             Course(
-                diagonal.strips(blocks, block_q, base),
+                self.diagonals.strips(blocks, base),
                 (blocks.diagonal_ahead, blocks.diagonal_behind),
                 mask,
                 self._carried() if self.carry else self._nothing(),

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -13,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 from ...precision import LOG2_E
 from ..tile_layout import Tiling
 from ..tile_ranges import TileRanges, key_ranges
-from . import diagonal
 from .bounds import TileNumbers
 from .cut import Cut, row_lanes, vmem_limit
+from .diagonal import Diagonals
 from .tile_config import SoftCap, TileConfig
 from .vector import buffer_bytes
 
@@ -131,7 +130,7 @@ class Setup(NamedTuple):
         return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
 
     def _first_ends(self, k_start: jax.Array, k_end: jax.Array) -> Any:
-        """Returns `diagonal.first_ends` of all query tiles, [M, query tiles].
+        """Returns `Diagonals.first_ends` of all query tiles, [M, query tiles].
 
         None where SMEM may not hold them beside the other numbers.
         """
@@ -142,10 +141,10 @@ class Setup(NamedTuple):
             return None
         ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
         shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
-        bounds = k_start.reshape(shape), k_end.reshape(shape)
-        rows = np.arange(tiling.block_q, dtype=np.int32)
-        granule = diagonal.granule(blocks)
-        return diagonal.first_ends(granule, tiling.block_k, ranges, bounds, rows)
+        diagonals = Diagonals.of(blocks, tiling.block_q, has_all=True)
+        return diagonals.first_ends(
+            ranges, k_start.reshape(shape), k_end.reshape(shape)
+        )
 
     @property
     def _smem_bytes(self) -> int:

@@ -166,6 +166,9 @@ def lazy_tile(
     coming = iter(range(len(subtiles)))  # of which S is to be issued
     l = acc = None
     max_l = jnp.zeros((SUBLANES, LANES), jnp.float32)  # [8, 128]
+    for rows in [strip.rows for strip in course.strips if not strip.columns]:
+        after = state.at(1 - src, rows, orientation)
+        after.l[...], after.acc[...] = read.l(rows), read.acc(rows)
     for n, ((rows, columns, width, masked), c) in enumerate(subtiles):
         is_first = c == columns[0]
         needed = max(1 + ahead, masked if is_first else 0) - len(s_queue)
