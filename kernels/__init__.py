@@ -22,12 +22,14 @@ from .masks import (
     Visible,
     causal,
     documents,
+    first,
     full,
     padding,
     prefix,
     segments,
     window,
 )
+from .trees import tree
 
 if TYPE_CHECKING:
     from .cost.choice import choose_layout
@@ -51,6 +53,7 @@ __all__ = [
     "choose_layout",
     "compiler_options",
     "documents",
+    "first",
     "full",
     "make_ring_attention",
     "padded_length",
@@ -60,6 +63,7 @@ __all__ = [
     "ring_attention",
     "ring_devices",
     "segments",
+    "tree",
     "unpermute",
     "window",
 ]

@@ -122,7 +122,7 @@ def check_visible(q: jax.Array, visible: Visible) -> Visible:
     """Checks bounds of the queries q (B, T, H, D), and returns them.
 
     Raises:
-      ValueError: they are not signed integers, or not (B, T) or (1, T).
+      ValueError: they are not signed integers, or not (B or 1, T) or (m, B or 1, T).
     """
     is_pair = isinstance(visible, tuple) and len(visible) == 2
     if not is_pair or not all(isinstance(bound, Array) for bound in visible):
@@ -134,10 +134,11 @@ def check_visible(q: jax.Array, visible: Visible) -> Visible:
     visible = Visible(*visible)
     allowed = (q.shape[:2], (1, q.shape[1]))
     k_start, k_end = visible
-    if k_start.shape not in allowed or k_end.shape != k_start.shape:
+    is_one = k_start.ndim == 2 or (k_start.ndim == 3 and len(k_start) > 0)
+    if not is_one or k_start.shape[-2:] not in allowed or k_end.shape != k_start.shape:
         raise ValueError(
-            f"visible bounds must be (B, T) or (1, T) for {q.shape=}, got "
-            f"{k_start.shape=} and {k_end.shape=}"
+            "visible bounds must be (B, T) or (1, T), or those of m intervals, (m, B "
+            f"or 1, T), for {q.shape=}, got {k_start.shape=} and {k_end.shape=}"
         )
     if not all(jnp.issubdtype(bound.dtype, jnp.signedinteger) for bound in visible):
         raise ValueError(
@@ -155,8 +156,9 @@ def checked_bounds(
     index: of each query in the sequence, (T,), where they are not in order.
 
     Raises:
-      ValueError: they are not signed integers, not (B, T) or (1, T), or decrease along
-        the sequence (checked where values are known, that is, outside of `jit`).
+      ValueError: they are not signed integers, not of those shapes, or decrease along
+        the sequence, or intervals share keys (checked where values are known, that is,
+        outside of `jit`).
     """
     visible = check_visible(q, visible)
     visible = Visible(*(clipped(bound, num_keys) for bound in visible))
@@ -175,45 +177,65 @@ def clipped(bound: Array, num_keys: int) -> Array:
     return jnp.clip(bound, 0, num_keys).astype(jnp.int32)
 
 
-def decreases(visible: Visible) -> tuple[Array, ...]:
-    """Returns whether bounds in natural order decrease in each row: bool (B or 1,)."""
-    return tuple((bound[:, 1:] < bound[:, :-1]).any(axis=1) for bound in visible)
+def are_wrong(visible: Visible) -> tuple[Array, ...]:
+    """Returns where bounds in natural order decrease or share keys: bool (B or 1,)."""
+    bounds = visible.intervals()
+    decreases = ((x[..., 1:] < x[..., :-1]).any(axis=(0, 2)) for x in bounds)
+    return *decreases, bounds.share_keys().any(axis=-1)
 
 
 def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
     """Checks that bounds do not decrease along the sequence, also while tracing.
 
+    And that the intervals of a query share no key, which would count twice.
     `attention` and `make_ring_attention` do where values are known. Under `jit` they do
-    not, and decreasing bounds give wrong results. This makes it an error there too:
+    not, and such bounds give wrong results. This makes it an error there too:
     call it in a function, and pass that to `checkify.checkify`. For a ring see also
     `make_ring_attention(..., check_masks=True)`.
 
-    visible: bounds (B or 1, T).
+    visible: bounds (B or 1, T) or (m, B or 1, T).
     index: of each query in the sequence, (T,), where they are not in order, as on a
       ring (`layout.order`).
 
     Raises:
-      ValueError: known bounds decrease: names the first place.
+      ValueError: known bounds decrease or share keys: names the first place.
     """
-    for name, bound in visible._asdict().items():
-        values = known(bound)
-        bound = bound if values is None else values
-        if index is not None:
-            bound = bound[:, np.argsort(index)]
-        decreases = bound[:, 1:] < bound[:, :-1]
-        if decreases.size == 0:
-            continue
-        row, place = divmod(decreases.argmax(), decreases.shape[1])
-        values_there = {"before": bound[row, place], "after": bound[row, place + 1]}
-        where = {"row": row, "place": place} | values_there
-        message = (
-            f"visible bounds must not decrease along the sequence, got {name} of row "
-            "{row}: {before} at {place} and {after} after it"
+    bounds = Visible(*(x if known(x) is None else known(x) for x in visible))
+    bounds = bounds.intervals()
+    if index is not None:
+        bounds = Visible(*(bound[..., np.argsort(index)] for bound in bounds))
+    for name, bound in bounds._asdict().items():
+        name += " of " if len(bound) == 1 else " of interval {interval} of "
+        _refuse(
+            bound[..., 1:] < bound[..., :-1],
+            f"visible bounds must not decrease along the sequence, got {name}"
+            "row {row}: {before} at {place} and {after} after it",
+            before=bound[..., :-1],
+            after=bound[..., 1:],
         )
-        if values is None:
-            checkify.check(jnp.all(~decreases), message, **where)
-        elif decreases.any():
-            raise ValueError(message.format(**where))
+    if len(bounds.k_start) > 1:
+        _refuse(
+            bounds.share_keys(),
+            "the intervals of a query must share no key, got one in two of them for "
+            "the query at {place} of row {row}: join them with |",
+        )
+
+
+def _refuse(is_wrong: Array, message: str, **values: Array) -> None:
+    """Raises an error at the first wrong place, also while tracing: see above.
+
+    is_wrong, values: (B or 1, T) or (m, B or 1, T).
+    """
+    if is_wrong.size == 0:
+        return
+    at = divmod(is_wrong.argmax(), is_wrong.shape[-1])
+    where = dict(zip(("row", "place"), at, strict=True))
+    where |= {name: x.reshape(-1)[is_wrong.argmax()] for name, x in values.items()}
+    where["interval"], where["row"] = divmod(where["row"], is_wrong.shape[-2])
+    if not isinstance(is_wrong, np.ndarray):
+        checkify.check(jnp.all(~is_wrong), message, **where)
+    elif is_wrong.any():
+        raise ValueError(message.format(**where))
 
 
 class Axes(NamedTuple):

@@ -153,7 +153,8 @@ class CachedAttention:
 
         keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
         visible: k_start, k_end int32 (B or 1, m), half-open interval of the key indices
-          that each query attends to; an empty one gives zeros.
+          that each query attends to; an empty one gives zeros. Or several that share no
+          key, (intervals, B or 1, m).
         sinks: (H,), as in `one_device.attention`.
 
         All slots must be finite, free ones too: see `masks`.
@@ -164,7 +165,8 @@ class CachedAttention:
         check_operands(
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
         )
-        bounds = tuple(clipped(x, MOST_TOKENS) for x in check_visible(q, visible))
+        intervals = check_visible(q, visible).intervals()
+        bounds = tuple(clipped(x, MOST_TOKENS) for x in intervals)
         if keys.shape != values.shape or index.shape != keys.shape[1:3]:
             raise ValueError(
                 "keys and values must be (Y, B, S, K, D) and index (B, S), got "
@@ -193,7 +195,8 @@ class CachedAttention:
             return out.astype(q.dtype)
 
         stack, queries = self._stack(keys), self._whole(keys)
-        rows = PartitionSpec(self._axes.batch if len(bounds[0]) > 1 else None)
+        rows = self._axes.batch if bounds[0].shape[1] > 1 else None
+        rows = PartitionSpec(None, rows)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
         specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
@@ -267,16 +270,16 @@ def _of_live_slots(
     """Returns attention of q (B, m, H, D) to a device's slots: live ones if m is small.
 
     stacks: keys and values, (Y, B, S / N, K, D). index: int32 (B, S / N). bounds: int32
-      (B, m) each. score: (q, k, v, mask) -> attention and its lse.
+      (intervals, B or 1, m) each. score: (q, k, v, mask) -> attention and its lse.
     """
 
     def of_first(slots: int) -> Partial:
         _, rows, _, heads, depth = stacks[0].shape
         start, shape = (layer, 0, 0, 0, 0), (1, rows, slots, heads, depth)
         k, v = (lax.dynamic_slice(x, start, shape)[0] for x in stacks)
-        k_start, k_end = (bound[..., None] for bound in bounds)  # (B, m, 1)
-        mask = in_interval(k_start, index[:, None, :slots], k_end)  # (B, m, slots)
-        return score(q, k, v, mask)
+        k_start, k_end = (bound[..., None] for bound in bounds)  # (…, B, m, 1)
+        mask = in_interval(k_start, index[:, None, :slots], k_end)
+        return score(q, k, v, mask.any(axis=0))  # (B, m, slots)
 
     few = q.shape[1] <= FEW_TOKENS
     sizes = _sizes(index.shape[1]) if few else [index.shape[1]]
@@ -296,7 +299,7 @@ def _sizes(slots: int) -> list[int]:
 def _live_slots(index: jax.Array, k_end: jax.Array) -> jax.Array:
     """Counts slots up to the last that a query may see: int32 scalar.
 
-    index: int32 (B, S / N). k_end: int32 (B, m).
+    index: int32 (B, S / N). k_end: int32 (intervals, B or 1, m).
     """
     count = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
     return jnp.where(index < k_end.max(), count, 0).max(initial=0)

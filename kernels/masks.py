@@ -1,5 +1,7 @@
 """Masks as intervals: a query attends to the keys with index in [k_start, k_end).
 
+Or in a few intervals that share no key: the masks of trees, drafts and the like.
+
 A token's *index* is its place in the global sequence; its *position* is its place in
 its own document (what RoPE uses). Masks speak of indices only. For every mask here
 `k_start` and `k_end` do not decrease along the sequence, so the keys of a query on any
@@ -7,8 +9,8 @@ shard of any layout are one interval of local slots (see `layouts.Layout.count`)
 the live tiles of a query tile are consecutive (see `tile_ranges`).
 
 A mask is a function of query indices, so it can be built for any part of a sequence, in
-any order, without the whole: `causal()(index, key_length)`. Masks combine with `&`.
-NumPy indices give NumPy bounds and JAX indices give JAX bounds.
+any order, without the whole: `causal()(index, key_length)`. Masks combine with `&` and
+`|`. NumPy indices give NumPy bounds and JAX indices give JAX bounds.
 
 Operands must be finite: kernels multiply masked keys by 0, and 0 · nan is nan. Only
 padding may hold anything: functions that are given a mask with `padding` put zeros in
@@ -17,10 +19,9 @@ its place first (`Mask.fill_padding`).
 Pictures show a sequence of 4 tokens: rows are queries, columns are keys, 1 is visible.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,24 +35,7 @@ from .known import (
     known,
     whole_number,
 )
-
-Array = jax.Array | np.ndarray
-
-
-class Visible(NamedTuple):
-    """Half-open interval of visible keys of each query; empty if k_end <= k_start.
-
-    k_start, k_end: signed integers (B, T), or (1, T) where all rows of the batch share
-      them. Neither decreases along the sequence, also where the interval is empty.
-    """
-
-    k_start: Array
-    k_end: Array
-
-    def __and__(self, other: "Visible") -> "Visible":
-        """Intersects the intervals of the same queries."""
-        (starts, ends), xp = zip(self, other, strict=True), _namespace(self.k_start)
-        return Visible(xp.maximum(*starts), xp.minimum(*ends))
+from .visible import Array, Visible, namespace
 
 
 def in_interval(k_start: jax.Array, index: jax.Array, k_end: jax.Array) -> jax.Array:
@@ -64,20 +48,44 @@ class Mask:
     """A mask of a sequence that is not given yet.
 
     bounds: (query indices int32 (B or 1, T), number of keys) -> (k_start, k_end), each
-      an integer or an array that broadcasts against the indices.
+      an integer or an array that broadcasts against the indices, or (m, B or 1, T).
     real_lengths: tokens from any of them on are padding.
     decreases: bool (B or 1,) each: whether the traced ids of a row decrease, which
       nothing else checks; see `make_ring_attention(..., check_masks=True)`.
-    parts: masks that this one intersects; none if it is no intersection.
+    parts: two masks that this one joins; none if it joins none.
+    join: how, `Visible.__and__` or `Visible.__or__`.
     """
 
     bounds: Callable[[Array, int], tuple[int | Array, int | Array]]
     real_lengths: tuple[int | Array, ...] = field(default=(), compare=False)
     decreases: tuple[Array, ...] = field(default=(), compare=False)
     parts: tuple["Mask", ...] = field(default=(), compare=False)
+    join: Callable = field(default=Visible.__and__, compare=False)
+
+    @classmethod
+    def of_tokens(cls, visible: Visible, decreases: tuple[Array, ...] = ()) -> "Mask":
+        """Returns the mask of bounds of every token of a sequence, in their order."""
+
+        def bounds(index: Array, keys: int) -> tuple[Array, Array]:
+            check_covered(index, keys, visible.k_start.shape[-1])
+            xp = namespace(index)
+
+            def at(values: Array) -> Array:
+                shape = *values.shape[:-2], max(len(index), values.shape[-2])
+                values, places = (
+                    xp.broadcast_to(xp.asarray(x), (*shape, x.shape[-1]))
+                    for x in (values, index)
+                )
+                return xp.take_along_axis(values, places, axis=-1)
+
+            return at(visible.k_start), xp.minimum(at(visible.k_end), keys)
+
+        return cls(bounds, decreases=decreases)
 
     def __call__(self, index: Array, key_length: int) -> Visible:
         """Returns bounds (1 or B, T) of the queries at `index`, (T,) or (B, T).
+
+        Of a mask of several intervals (m, 1 or B, T).
 
         Raises:
           ValueError: the indices are not signed integers of that shape, or the mask was
@@ -93,17 +101,16 @@ class Mask:
         keys = whole_number("key_length", key_length, 0)
         keys = min(keys, int(jnp.iinfo(index.dtype).max))
         bounds = self.bounds(index, keys)
-        _, *bounds = _namespace(index).broadcast_arrays(index, *bounds)  # (B or 1, T)
+        _, *bounds = namespace(index).broadcast_arrays(index, *bounds)
         return Visible(*(bound.astype(index.dtype) for bound in bounds))
 
     def outline(self, index: np.ndarray, key_length: int) -> Visible:
-        """Returns bounds (B or 1, T) that are known while a program is traced.
+        """Returns bounds, as a call does, that are known while a program is traced.
 
         They hold those of the mask: of an intersection, its parts that are known.
         """
         if self.parts:
-            found = (part.outline(index, key_length) for part in self.parts)
-            return functools.reduce(Visible.__and__, found)
+            return self.join(*(x.outline(index, key_length) for x in self.parts))
         try:
             return self(index, key_length)
         except jax.errors.TracerArrayConversionError:  # made of traced arrays
@@ -129,18 +136,36 @@ class Mask:
         return x
 
     def __and__(self, other: "Mask") -> "Mask":
-        """Intersects two masks."""
+        """Intersects two masks, each interval of one with each of the other."""
+        return self._joined(other, "&", Visible.__and__)
+
+    def __or__(self, other: "Mask") -> "Mask":
+        """Joins two masks: their queries see what they see in either, and once.
+
+        Raises:
+          ValueError: one of them has `padding`, which joins the whole with `&`.
+        """
+        mask = self._joined(other, "|", Visible.__or__)
+        if mask.real_lengths:
+            raise ValueError(
+                "padding must be that of the whole mask, got a part of | with one: "
+                "write (a | b) & padding(n)"
+            )
+        return mask
+
+    def _joined(self, other: "Mask", sign: str, join: Callable) -> "Mask":
         if not isinstance(other, Mask):
             name = getattr(other, "__name__", other)
-            raise ValueError(f"& must join two masks, as causal() is, got {name}")
+            raise ValueError(f"{sign} must join two masks, as causal() is, got {name}")
 
-        def bounds(index: Array, keys: int) -> tuple[Array, Array]:
-            return self(index, keys) & other(index, keys)
+        def bounds(index: Array, keys: int) -> Visible:
+            return join(self(index, keys), other(index, keys))
 
         lengths = self.real_lengths + other.real_lengths
-        parts = (self.parts or (self,)) + (other.parts or (other,))
-        return Mask(bounds, lengths, self.decreases + other.decreases, parts)
+        decreases = self.decreases + other.decreases
+        return Mask(bounds, lengths, decreases, (self, other), join)
 
+    __ror__ = __or__
     __rand__ = __and__
 
 
@@ -167,7 +192,7 @@ def causal() -> Mask:
         1 1 1 0
         1 1 1 1
     """
-    return Mask(lambda index, keys: (0, _namespace(index).minimum(index + 1, keys)))
+    return Mask(lambda index, keys: (0, namespace(index).minimum(index + 1, keys)))
 
 
 def window(size: int) -> Mask:
@@ -186,7 +211,7 @@ def window(size: int) -> Mask:
     size = whole_number("window size", size, 1)
 
     def bounds(index: Array, keys: int) -> tuple[Array, Array]:
-        xp = _namespace(index)
+        xp = namespace(index)
         k_start = xp.maximum(index + 1 - _as_index(size, index), 0)
         return k_start, xp.minimum(index + 1, keys)
 
@@ -211,9 +236,31 @@ def prefix(length: int | Array) -> Mask:
     length = checked_length("prefix length", length)
 
     def bounds(index: Array, keys: int) -> tuple[int, Array]:
-        xp = _namespace(index)
+        xp = namespace(index)
         k_end = xp.maximum(index + 1, _as_index(length, index))
         return 0, xp.minimum(k_end, keys)
+
+    return Mask(bounds)
+
+
+def first(length: int | Array) -> Mask:
+    """Lets every query attend to the first tokens, and to nothing else.
+
+    A window that keeps these in sight is `window(1024) | first(4) & causal()`.
+
+    `first(2)`:
+
+        1 1 0 0
+        1 1 0 0
+        1 1 0 0
+        1 1 0 0
+
+    Arguments and errors as in `prefix`.
+    """
+    length = checked_length("first length", length)
+
+    def bounds(index: Array, keys: int) -> tuple[int, Array]:
+        return 0, namespace(index).minimum(_as_index(length, index), keys)
 
     return Mask(bounds)
 
@@ -241,7 +288,7 @@ def padding(real_length: int | Array) -> Mask:
     def bounds(index: Array, keys: int) -> tuple[Array, int | Array]:
         del keys
         length = _as_index(real_length, index)
-        return _namespace(index).where(index < length, 0, index), length
+        return namespace(index).where(index < length, 0, index), length
 
     return Mask(bounds, (real_length,))
 
@@ -265,7 +312,7 @@ def segments(ids: Array) -> Mask:
         mask, they are fewer than the tokens of the sequence.
     """
     ids = checked_ids(ids)
-    xp = _namespace(ids)
+    xp = namespace(ids)
     places = xp.arange(ids.shape[-1], dtype=xp.int32)
     edge = ids[:, 1:] != ids[:, :-1]
     yes = xp.ones_like(ids[:, :1], dtype=bool)
@@ -277,21 +324,7 @@ def segments(ids: Array) -> Mask:
     first = _running(xp.maximum, starts)  # (B, T), where the token's segment starts
     end = _running(xp.minimum, ends[:, ::-1])[:, ::-1]  # (B, T), where it ends
 
-    def bounds(index: Array, keys: int) -> tuple[Array, Array]:
-        check_covered(index, keys, ids.shape[-1])
-        namespace = _namespace(index)
-        rows = max(index.shape[0], first.shape[0])
-        index = namespace.broadcast_to(index, (rows, index.shape[1]))
-
-        def at(values: Array) -> Array:
-            values = namespace.broadcast_to(
-                namespace.asarray(values), (rows, values.shape[1])
-            )
-            return namespace.take_along_axis(values, index, axis=1)
-
-        return at(first), namespace.minimum(at(end), keys)
-
-    return Mask(bounds, decreases=decreases)
+    return Mask.of_tokens(Visible(first, end), decreases)
 
 
 def documents(ids: Array) -> Mask:
@@ -307,10 +340,6 @@ def documents(ids: Array) -> Mask:
     Arguments and errors as in `segments`.
     """
     return causal() & segments(ids)
-
-
-def _namespace(array: Array) -> Any:
-    return np if isinstance(array, np.ndarray) else jnp
 
 
 def _running(pick: Any, values: Array) -> Array:

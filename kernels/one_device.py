@@ -100,7 +100,6 @@ def attention_with_lse(
     bounds = checked_bounds(q, visible, k.shape[1])
     q = mask.fill_padding(q, queries)
     k, v = (mask.fill_padding(x, keys) for x in (k, v))
-    intervals = (bound[None] for bound in bounds)  # (1, B or 1, T)
-    out, lse = attend(ring, q, k, v, sinks, *intervals)
+    out, lse = attend(ring, q, k, v, sinks, *bounds.intervals())
     lse = mask.fill_padding(lse, queries, -jnp.inf, axis=2)
     return mask.fill_padding(out, queries), lse

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from .backends import Backend, check_implementation, choose, reference
 from .checks import (
     Axes,
+    are_wrong,
     check_operands,
     check_order,
     check_orders,
@@ -23,7 +24,6 @@ from .checks import (
     checked_scale,
     checked_sinks,
     checked_soft_cap,
-    decreases,
 )
 from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order, unpermute
@@ -84,7 +84,6 @@ def ring_attention(
     num_keys = size * slices * k.shape[1]
     check_length(layout, size, num_keys, slices)
     visible = checked_bounds(q, Visible(k_start, k_end), num_keys)
-    intervals = (bound[None] for bound in visible)  # (1, B or 1, L)
     if keep_tail and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"keep_tail=True needs as many keys as queries, got shards of {k.shape[1]} "
@@ -101,7 +100,7 @@ def ring_attention(
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route or all_shards(size, None))
     on_ring = functools.partial(attend, ring)
-    out, lse = over_heads(on_ring, ulysses_axis, q, k, v, sinks, *intervals)
+    out, lse = over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible.intervals())
     return (out, lse) if with_lse else out
 
 
@@ -244,8 +243,8 @@ def make_ring_attention(
             route = replace(route, other_axes=others)
         results = compiled(route)(q, k, v, visible, sinks)
         if check_masks:
-            in_order = Visible(*(unpermute(x, layout, ring_size) for x in visible))
-            results = _poisoned(results, (*mask.decreases, *decreases(in_order)))
+            in_order = Visible(*(unpermute(x, layout, ring_size, -1) for x in visible))
+            results = _poisoned(results, (*mask.decreases, *are_wrong(in_order)))
         if not with_lse:
             return mask.fill_padding(results, queries)
         out, lse = results
@@ -280,8 +279,9 @@ def _over_mesh(
     ) -> Any:
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads, None)
         lse = PartitionSpec(axes.batch, axes.heads, axes.tokens)
-        rows = None if visible.k_start.shape[0] == 1 else axes.batch
-        bound = PartitionSpec(rows, axes.tokens)
+        *intervals, rows, _ = visible.k_start.shape
+        rows = None if rows == 1 else axes.batch
+        bound = PartitionSpec(*(None for _ in intervals), rows, axes.tokens)
         in_specs = {"q": array, "k": array, "v": array}
         in_specs |= {
             "k_start": bound,

@@ -50,8 +50,9 @@ def striped_attention(
     tokens: int,
     keep_tail: bool = False,
     route: Route = ONE_WAY,
+    mask: masks.Mask = masks.causal(),
 ) -> Attend:
-    """Causal attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
+    """Attention of global q, k and v, (1, N * tokens, H, D), on a striped ring.
 
     mesh: of one axis, "ring", of N devices.
     backend: the backend itself: by its name, tests get it interpreted.
@@ -59,7 +60,7 @@ def striped_attention(
     """
     length = mesh.size * tokens
     index = layout.order(layout.Striped(), mesh.size, length)
-    bounds = [jnp.asarray(bound)[None] for bound in masks.causal()(index, length)]
+    bounds = [jnp.asarray(bound) for bound in mask(index, length).intervals()]
     sizes = "ring", mesh.size, layout.Striped(), HEAD_DIM**-0.5
     this_ring = ring.Ring(*sizes, backend, keep_tail=keep_tail, route=route)
     attend = jax.shard_map(
@@ -94,18 +95,18 @@ def layers_gradient(
     mesh: Mesh,
     backend: Backend,
     tokens: int,
-    dtype=jnp.bfloat16,
     kv_heads=HEADS,
     keep_tail=False,
     route: Route = ONE_WAY,
     heads=HEADS,
+    mask: masks.Mask = masks.causal(),
 ) -> tuple[Attend, tuple[jax.ShapeDtypeStruct, ...]]:
     """The gradient of LAYERS scanned layers, and what to compile it for.
 
     Layers save what the ring gives. Arguments as of `striped_attention`; kv_heads: that
     the query heads share.
     """
-    attend = striped_attention(mesh, backend, tokens, keep_tail, route)
+    attend = striped_attention(mesh, backend, tokens, keep_tail, route, mask)
     names = "attention_out", "attention_lse"
     saved = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -118,8 +119,8 @@ def layers_gradient(
         out, _ = jax.lax.scan(layer, x, weights)
         return jnp.square(out.astype(jnp.float32)).sum()
 
-    x = sharded_array(mesh, tokens, heads, dtype=dtype)
-    return jax.grad(loss), (x, jax.ShapeDtypeStruct((LAYERS, HEAD_DIM), dtype))
+    x = sharded_array(mesh, tokens, heads)
+    return jax.grad(loss), (x, jax.ShapeDtypeStruct((LAYERS, HEAD_DIM), x.dtype))
 
 
 def small_instructions(text: str, ring_size: int) -> float:
@@ -128,9 +129,15 @@ def small_instructions(text: str, ring_size: int) -> float:
     Without transfers, kernels, what costs nothing, and additions of whole shards.
     """
     program, total = Program.parse(text, ring_size), 0
-    for name, times in program.runs.items():
-        found = {one.kind for one in program.computations.get(name, ())}
-        if times > LAYERS and found & {"kernel", TRANSFER}:
+    busy = {
+        name
+        for name, found in program.computations.items()
+        if {one.kind for one in found} & {"kernel", TRANSFER}
+    }
+    for name, found in program.computations.items():  # branches of branches
+        if program.runs.get(name, 0) > LAYERS and (
+            name in busy or any(busy.intersection(one.called) for one in found)
+        ):
             operations = program.text[name].operations.values()
-            total += times * sum(one.is_small for one in operations)
+            total += program.runs[name] * sum(one.is_small for one in operations)
     return total / LAYERS / ring_size

@@ -105,13 +105,20 @@ def _gradients(
     steps: of the backend. held: keys and values that are here.
     """
 
+    def add(i: int, seen: Any, sums: tuple) -> tuple:
+        dq, *pair = steps[i].add(*held[i], seen, *sums)
+        return dq, tuple(pair)
+
+    def skip(i: int, sums: tuple) -> tuple:
+        dq, pair = sums
+        return dq, pair or _zeros(held[i], dq.dtype)
+
     def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
         dq, dkv = list(sums[0]), dict(sums[1])
         for i, one in now.items():
+            ways = (functools.partial(way, i) for way in (add, skip))
             g = chunks.group(i)
-            for seen in one.intervals():
-                dq[g], *pair = steps[i].add(*held[i], seen, dq[g], dkv.get(i))
-                dkv[i] = tuple(pair)
+            dq[g], dkv[i] = one.over_intervals(*ways, (dq[g], dkv.get(i)))
         return dq, dkv
 
     def unseen(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:

@@ -1,5 +1,6 @@
 """What a device of a ring knows of it, which chunks it holds, and how it sends them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -148,7 +149,8 @@ class Table(NamedTuple):
     """What the kernels read of the bounds of a chunk, in each ring step or in one.
 
     seen: of a backend's steps, with leading axes of ring steps and of m intervals.
-    is_seen: whether any query sees anything in a step. first: the first step's number.
+    is_seen: whether any query sees anything, bool (steps, m). first: the first step's
+      number.
     """
 
     seen: Any
@@ -161,10 +163,19 @@ class Table(NamedTuple):
         seen, is_seen = jax.tree.map(lambda x: x[place], (self.seen, self.is_seen))
         return Table(seen, is_seen, self.first)
 
-    def intervals(self) -> list:
-        """Returns what the kernels read in a ring step, for each interval."""
-        count = jax.tree.leaves(self.seen)[0].shape[0]
-        return [jax.tree.map(lambda x, i=i: x[i], self.seen) for i in range(count)]
+    def over_intervals(self, attend: Callable, skip: Callable, sums: Any) -> Any:
+        """Attends to each interval in a ring step; of several, to those that are seen.
+
+        attend: (what the kernels read, sums so far) -> sums. skip: sums -> the same, of
+          the form that attend returns.
+        """
+        for n in range(len(self.is_seen)):
+            seen = jax.tree.map(lambda x, n=n: x[n], self.seen)
+            run = functools.partial(attend, seen)
+            if len(self.is_seen) == 1:
+                return run(sums)
+            sums = lax.cond(self.is_seen[n], run, skip, sums)
+        return sums
 
 
 @dataclass(frozen=True)
@@ -248,7 +259,7 @@ class Chunks:
                 jnp.concatenate([early[None], x[1:], late[None]])
                 for early, x, late in zip(own[0], bounds, own[1], strict=True)
             )
-        is_seen = jnp.less(*bounds).any(axis=(1, 2, 3))
+        is_seen = jnp.less(*bounds).any(axis=(2, 3))
         flat = (x.reshape(-1, *x.shape[2:]) for x in bounds)
         seen = jax.tree.map(
             lambda x: x.reshape(*bounds[0].shape[:2], *x.shape[1:]),
@@ -306,10 +317,10 @@ def as_one(
 
     unseen: returns sums of the form that run does. now: of chunks to attend to.
     """
-    if len(now) < 2 or ring.size == 1:
+    is_seen = [one.is_seen for one in now.values()]
+    if sum(map(len, is_seen)) < 2 or ring.size == 1:
         return run(sums)
-    is_seen = jnp.stack([one.is_seen for one in now.values()]).any()
-    return lax.cond(is_seen, run, unseen, sums)
+    return lax.cond(jnp.concatenate(is_seen).any(), run, unseen, sums)
 
 
 def join(parts: Sequence[jax.Array], axis: int) -> jax.Array:

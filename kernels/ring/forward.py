@@ -77,16 +77,22 @@ def _attended(
 ) -> list:
     """Attends to chunks. steps: of the backend. held: keys and values that are here."""
 
+    def attend(i: int, seen: Any, x: Any) -> Any:
+        return steps[i].attend(*held[i], seen, x)
+
+    def skip(i: int, x: Any) -> Any:
+        return x or steps[i].begin(nothing(queries[chunks.group(i)]))
+
     def kernels(partial: list) -> list:
         partial = list(partial)
         for i, one in now.items():
+            ways = (functools.partial(way, i) for way in (attend, skip))
             g = chunks.group(i)
-            for seen in one.intervals():
-                partial[g] = steps[i].attend(*held[i], seen, partial[g])
+            partial[g] = one.over_intervals(*ways, partial[g])
         return partial
 
     def unseen(partial: list) -> list:
-        begin = {chunks.group(i): steps[i].begin for i in now}
-        return [x or begin[g](nothing(queries[g])) for g, x in enumerate(partial)]
+        number = {chunks.group(i): i for i in now}
+        return [skip(number[g], x) for g, x in enumerate(partial)]
 
     return as_one(kernels, unseen, now, chunks.ring, partial)

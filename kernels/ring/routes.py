@@ -225,15 +225,17 @@ class Neighbours:
     """Slots that other devices read visit those devices, and no others.
 
     Successive devices are visited by one chunk, which goes the shorter way.
+
+    reads: of intervals whose slots are apart, by themselves.
     """
 
-    reads: tuple[Read, ...]
+    reads: tuple[tuple[Read, ...], ...]
 
     def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
         """Returns the chunks of shards (B, slots, heads, D)."""
         around = RingOrder.around(ring_size)
         chunks = [Chunk((0, heads), (0, slots), around, range(1))]
-        for stops, span in joined(self.reads):
+        for stops, span in (run for reads in self.reads for run in joined(reads)):
             back = range(ring_size - stops[-1], ring_size - stops[0] + 1)
             way = around, stops
             if back.start < stops.start:
@@ -272,11 +274,11 @@ def route_within(
 ) -> Route | None:
     """Returns the route of a mask that shows no more than `outline`; None for all.
 
-    outline: bounds (B or 1, T) of the queries in layout order.
+    outline: bounds of the queries in layout order, (B or 1, T) or (m, B or 1, T).
     counts: whether the program may count what is left of that.
     """
-    reads = reads_of(outline, layout, ring_size)
-    slots = outline.k_start.shape[1] // ring_size
+    reads = _reads_apart(outline.intervals(), layout, ring_size)
+    slots = outline.k_start.shape[-1] // ring_size
     if are_few(reads, ring_size, slots):
         return Neighbours(reads)
     if not counts or layout == Striped():  # documents are everywhere
@@ -289,12 +291,12 @@ def route_within(
 def reads_of(visible: Visible, layout: Layout, ring_size: int) -> tuple[Read, ...]:
     """Returns what devices read of other shards, in the order of the offsets.
 
-    visible: known bounds (B or 1, T) in layout order.
+    visible: known bounds in layout order, (B or 1, T) or (m, B or 1, T).
     """
-    rows, length = visible.k_start.shape[0], visible.k_start.shape[1] // ring_size
+    length = visible.k_start.shape[-1] // ring_size
     if not length:
         return ()
-    shape = rows, ring_size, length
+    shape = -1, ring_size, length
     k_start, k_end = (np.reshape(bound, shape) for bound in visible)
     if k_start.size * ring_size > EVERY_ROW:
         # Of bounds that do not decrease, along either half of a shard (see `Zigzag`).
@@ -313,6 +315,30 @@ def reads_of(visible: Visible, layout: Layout, ring_size: int) -> tuple[Read, ..
     return tuple(found)
 
 
+def _reads_apart(
+    visible: Visible, layout: Layout, ring_size: int
+) -> tuple[tuple[Read, ...], ...]:
+    """Returns the reads of intervals (m, B or 1, T); together where these meet.
+
+    So the first tokens of a sequence go around alone, and not in a span up to those
+    that a window shows.
+    """
+    found: list[tuple[Span, Visible]] = []
+    for parts in zip(*visible, strict=True):
+        slots = [x.slots for x in reads_of(Visible(*parts), layout, ring_size)]
+        if slots:
+            span = min(x for x, _ in slots), max(x for _, x in slots)
+            found.append((span, Visible(*(x[None] for x in parts))))
+    apart: list[tuple[Span, Visible]] = []
+    for span, one in sorted(found, key=lambda x: x[0]):
+        if apart and span[0] < apart[-1][0][1]:
+            (begin, end), others = apart.pop()
+            span = begin, max(end, span[1])
+            one = Visible(*map(np.concatenate, zip(others, one, strict=True)))
+        apart.append((span, one))
+    return tuple(reads_of(one, layout, ring_size) for _, one in apart)
+
+
 def joined(reads: Sequence[Read]) -> list[tuple[range, Span]]:
     """Joins reads of successive offsets: (offsets, span of slots) of each run."""
     found: list[tuple[range, Span]] = []
@@ -326,9 +352,10 @@ def joined(reads: Sequence[Read]) -> list[tuple[range, Span]]:
     return found
 
 
-def are_few(reads: Sequence[Read], ring_size: int, length: int) -> bool:
+def are_few(reads: Sequence[Sequence[Read]], ring_size: int, length: int) -> bool:
     """Returns whether devices read less than half of what the others have."""
-    sent = sum(len(offsets) * (end - begin) for offsets, (begin, end) in joined(reads))
+    runs = (run for one in reads for run in joined(one))
+    sent = sum(len(offsets) * (end - begin) for offsets, (begin, end) in runs)
     return 2 * sent <= (ring_size - 1) * length
 
 

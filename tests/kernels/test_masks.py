@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import masks
+from kernels import masks, trees
 from kernels.masks import Visible
 
 QUERIES = 23
@@ -49,9 +49,11 @@ each_mask = pytest.mark.parametrize("name", MASKS)
 
 
 def matrix(visible: Visible, keys: int) -> np.ndarray:
-    """(B, T, S): the boolean matrix of some bounds."""
-    k_start, k_end = (bound[..., None] for bound in visible)
-    return np.asarray(masks.in_interval(k_start, np.arange(keys), k_end))
+    """(B, T, S): the boolean matrix of bounds, whose intervals share no key."""
+    k_start, k_end = (bound[..., None] for bound in visible.intervals())
+    seen = np.asarray(masks.in_interval(k_start, np.arange(keys), k_end)).sum(axis=0)
+    assert seen.max(initial=0) <= 1
+    return seen > 0
 
 
 def assert_equal_bounds(got: Visible, want: Visible) -> None:
@@ -75,12 +77,12 @@ def test_visible_keys_are_exactly_those_of_bounds_that_never_decrease(
 
 
 def test_pictures_in_docstrings_are_the_masks():
-    source = inspect.getsource(masks)
+    source = inspect.getsource(masks) + inspect.getsource(trees)
     pictures = re.findall(r"`(([a-z_]+)\(.*\))`:\n\n((?: +[01 ]+\n){4})", source)
     names = {name for _, name, _ in pictures}
     assert names == set(re.findall(r"^def ([a-z]\w*)\(.*-> Mask:", source, re.M))
     for call, _, picture in pictures:
-        visible = eval(call, vars(masks))(INDEX[:4], 4)
+        visible = eval(call, vars(masks) | vars(trees))(INDEX[:4], 4)
         want = np.array([line.split() for line in picture.splitlines()]) == "1"
         np.testing.assert_array_equal(matrix(visible, 4)[0], want, call)
 

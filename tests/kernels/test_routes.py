@@ -60,7 +60,7 @@ def routes_of(case: Case) -> dict[str, Route]:
     return {
         "both": AllShards(both_ways(cycles(case.ring_size)[:1])),
         "cycles": AllShards(both_ways(cycles(case.ring_size))),
-        "reads": Neighbours(found),
+        "reads": Neighbours((found,)),
         "counted": COUNTED,
         "counted_both": COUNTED_BOTH_WAYS,
     }
