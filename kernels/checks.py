@@ -200,8 +200,9 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
     Raises:
       ValueError: known bounds decrease or share keys: names the first place.
     """
-    bounds = Visible(*(x if known(x) is None else known(x) for x in visible))
-    bounds = bounds.intervals()
+    values = (known(bound) for bound in visible)
+    pairs = zip(visible, values, strict=True)
+    bounds = Visible(*(x if value is None else value for x, value in pairs)).intervals()
     if index is not None:
         bounds = Visible(*(bound[..., np.argsort(index)] for bound in bounds))
     for name, bound in bounds._asdict().items():
@@ -229,7 +230,7 @@ def _refuse(is_wrong: Array, message: str, **values: Array) -> None:
     if is_wrong.size == 0:
         return
     at = divmod(is_wrong.argmax(), is_wrong.shape[-1])
-    where = dict(zip(("row", "place"), at, strict=True))
+    where: dict[str, Any] = dict(zip(("row", "place"), at, strict=True))
     where |= {name: x.reshape(-1)[is_wrong.argmax()] for name, x in values.items()}
     where["interval"], where["row"] = divmod(where["row"], is_wrong.shape[-2])
     if not isinstance(is_wrong, np.ndarray):

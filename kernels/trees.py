@@ -35,9 +35,9 @@ def tree(ids: Array, parents: Array, intervals: int | None = None) -> Mask:
         segments; a parent does not come before its segment; more intervals are needed.
     """
     ids = _known("ids", checked_ids(ids))
-    parents = _known("parents", parents)
-    _check(ids, np.atleast_2d(parents))
-    rows = max(len(ids), parents.size // parents.shape[-1])
+    parents = np.atleast_2d(_known("parents", parents))
+    _check(ids, parents)
+    rows = max(len(ids), len(parents))
     found = [
         _chains(*(np.broadcast_to(x, (rows, x.shape[-1]))[row] for x in (ids, parents)))
         for row in range(rows)

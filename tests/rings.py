@@ -202,7 +202,8 @@ def solve_on_ring(
     # The lse of padding is the sink: its gradient counts.
     rubbish = 1e4 if problem.sinks is None else 0
     operands.append(shard(problem.d_lse, ROW, jnp.float32, rubbish))
-    operands += (layout.permute(x, *order)[None] for x in case.visible(padded))
+    intervals = case.visible(padded).intervals()
+    operands += (layout.permute(x, *order, axis=2) for x in intervals)
     sinks = problem.sinks
     operands.append(sinks if sinks is None else jnp.asarray(sinks, jnp.float32))
     options = case.soft_cap, case.length < 1000

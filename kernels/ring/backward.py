@@ -116,9 +116,9 @@ def _gradients(
     def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
         dq, dkv = list(sums[0]), dict(sums[1])
         for i, one in now.items():
-            ways = (functools.partial(way, i) for way in (add, skip))
+            run, leave = (functools.partial(way, i) for way in (add, skip))
             g = chunks.group(i)
-            dq[g], dkv[i] = one.over_intervals(*ways, (dq[g], dkv.get(i)))
+            dq[g], dkv[i] = one.over_intervals(run, leave, (dq[g], dkv.get(i)))
         return dq, dkv
 
     def unseen(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:

@@ -86,9 +86,9 @@ def _attended(
     def kernels(partial: list) -> list:
         partial = list(partial)
         for i, one in now.items():
-            ways = (functools.partial(way, i) for way in (attend, skip))
+            run, leave = (functools.partial(way, i) for way in (attend, skip))
             g = chunks.group(i)
-            partial[g] = one.over_intervals(*ways, partial[g])
+            partial[g] = one.over_intervals(run, leave, partial[g])
         return partial
 
     def unseen(partial: list) -> list:

@@ -20,6 +20,7 @@ from kernels.backends import reference
 from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
 from kernels.precision import accumulator_type
+from tests.cases.unions import UNIONS
 
 FLOAT32_TOLERANCE = 1e-5
 """Largest norm of an error, relative to the norm of the expected array."""
@@ -100,8 +101,12 @@ class Case:
         return self.heads // self.group
 
     def visible(self, padded_length: int) -> Visible:
-        """Returns bounds of the sequence, padded at the end: (1, padded_length)."""
-        mask = MASKS[self.mask](self.length, padded_length) & masks.padding(self.length)
+        """Returns bounds of the sequence, padded at the end: (1, padded_length).
+
+        Of a mask of UNIONS (m, 1, padded_length).
+        """
+        mask = (MASKS | UNIONS)[self.mask](self.length, padded_length)
+        mask &= masks.padding(self.length)
         return mask(np.arange(padded_length, dtype=np.int32), self.length)
 
 
@@ -235,7 +240,7 @@ def _solve_head(problem: Problem, head: int, kv_head: int, dtype: jnp.dtype) -> 
     d_lse, sinks = jnp.asarray(problem.d_lse[:, [head]], wide), jnp.zeros(0, wide)
     if problem.sinks is not None:
         sinks = jnp.asarray(problem.sinks[[head]], wide)
-    operands = q, k, v, do, d_lse, sinks, *problem.visible
+    operands = q, k, v, do, d_lse, sinks, *problem.visible.intervals()
     results = _reference_head(*operands, soft_cap=problem.soft_cap)
     return [np.asarray(x, np.float64) for x in results]
 
@@ -248,7 +253,10 @@ def _solve_head(problem: Problem, head: int, kv_head: int, dtype: jnp.dtype) -> 
 )
 def _reference_head(q, k, v, do, d_lse, sinks, k_start, k_end, *, soft_cap):
     scores = {"scale": q.shape[-1] ** -0.5, "soft_cap": soft_cap}
-    out, lse = reference.forward(q, k, v, k_start, k_end, **scores)
+    carry, intervals = None, list(zip(k_start, k_end, strict=True))
+    for bounds in intervals:
+        carry = reference.forward(q, k, v, *bounds, **scores, carry=carry)
+    out, lse = carry
     if sinks.size:
         keys = lse, jnp.broadcast_to(sinks[:, None], lse.shape)
         lse = jnp.logaddexp(*keys)  # of the keys and the sink
@@ -257,17 +265,10 @@ def _reference_head(q, k, v, do, d_lse, sinks, k_start, k_end, *, soft_cap):
     delta = jnp.einsum("bthd,bthd->bht", out, do, preferred_element_type=lse.dtype)
     delta -= d_lse
     d_sinks = -(jnp.exp(sinks[:, None] - lse) * delta).sum((0, 2))[: sinks.size]
-    dq, dk, dv = reference.backward(
-        q,
-        k,
-        v,
-        do,
-        lse,
-        delta,
-        k_start,
-        k_end,
-        **scores,
-        dq=jnp.zeros(q.shape, lse.dtype),
-    )
+    dq, dkv, rows = jnp.zeros(q.shape, lse.dtype), None, (do, lse, delta)
+    for bounds in intervals:
+        sums = {"dq": dq, "dkv": dkv}
+        dq, dk, dv = reference.backward(q, k, v, *rows, *bounds, **scores, **sums)
+        dkv = dk, dv
     dq, dk = scores["scale"] * dq, scores["scale"] * dk
     return out, lse, dq.astype(q.dtype), dk, dv, d_sinks

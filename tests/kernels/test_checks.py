@@ -59,7 +59,8 @@ def wrong_arguments():
     for name in "int32", "float8_e4m3fn":
         yield typed(*[name] * 3), f"float16, .* or float64, got {name}"
     yield {"k": X.tolist(), "v": []}, "must be arrays, got ArrayImpl, list, list"
-    for shapes in [(1, 7)] * 2, [(3, 8)] * 2, [(1, 8), (2, 8)], [(8,)] * 2:
+    wrong = [(1, 7)] * 2, [(3, 8)] * 2, [(1, 8), (2, 8)], [(8,)] * 2
+    for shapes in *wrong, [(2, 3, 8)] * 2, [(0, 1, 8)] * 2, [(2, 1, 8), (1, 1, 8)]:
         words = re.escape(f"k_start.shape={shapes[0]} and k_end.shape={shapes[1]}")
         yield seen(*shapes), r"\(B, T\) or \(1, T\).*" + words
     for name in "float32", "bool", "uint8", "uint32", "uint64":
@@ -148,6 +149,43 @@ def test_bounds_that_decrease_are_refused_where_they_are_known(array, name, plac
         checked(x, visible)[0].throw()
     error, out = checked(x, Visible(*(jnp.sort(bound) for bound in visible)))
     assert error.get() is None and out.shape == x.shape
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_intervals_that_decrease_or_share_keys_are_refused(array, rng):
+    """Of queries that see [0, 2) and [2, 5): of one the first ends a key later."""
+    x = jnp.float32(rng.standard_normal((2, 8, 2, 8)))
+    right = np.broadcast_to([[[0]], [[2]]], (2, 2, 8)), np.array([[[2]], [[5]]])
+    right = Visible(right[0].copy(), np.broadcast_to(right[1], (2, 2, 8)).copy())
+    whole = Visible(right.k_start[0], right.k_end[1])
+    np.testing.assert_allclose(
+        attention(x, x, x, visible=Visible(*map(array, right))),
+        attention(x, x, x, visible=whole),
+        atol=1e-6,
+    )
+
+    @jax.jit
+    @checkify.checkify
+    def checked(visible):
+        check_increasing(visible)
+
+    for place, words in (
+        (5, "for the query at 5 of row 1: join them with"),
+        (
+            slice(3, 6),
+            "k_end of interval 0 of row 1: 3 at 5 and 2 after it",
+        ),
+    ):
+        wrong = Visible(right.k_start, right.k_end.copy())
+        wrong.k_end[0, 1, place] = 3
+        if place == 5:  # and those behind it
+            wrong.k_end[0, 1, 6:] = 3
+        wrong = Visible(*map(array, wrong))
+        with pytest.raises(ValueError, match=words):
+            attention(x, x, x, visible=wrong)
+        with pytest.raises(checkify.JaxRuntimeError, match=words):
+            checked(Visible(*map(jnp.asarray, wrong)))[0].throw()
+    assert checked(Visible(*map(jnp.asarray, right)))[0].get() is None
 
 
 def test_bounds_that_decrease_beyond_the_keys_are_not():

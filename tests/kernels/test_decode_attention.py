@@ -70,7 +70,7 @@ class Problem:
         )
         one = Ring(None, 1, Contiguous(), DEPTH**-0.5, reference, soft_cap)
         with jax.enable_x64():
-            bounds = np.int32(self.visible)[:, None]  # (2, m = 1, B, T)
+            bounds = map(np.int32, self.visible.intervals())
             return np.asarray(attend(one, np.float64(self.q), k, v, sinks, *bounds)[0])
 
 
@@ -115,6 +115,17 @@ def test_explicit_meshes_rings_of_two_axes_and_bounds_of_all_rows_will_do(
     np.testing.assert_array_equal(jax.jit(cached.put)(problem.keys, new, *place), want)
     filled = np.asarray(cached.fill(problem.keys, problem.values[0, :, :4], 1))
     np.testing.assert_array_equal(filled[1, :, : 4 // members], new[:, : 4 // members])
+
+
+@pytest.mark.parametrize("rows", [1, BATCH])
+def test_a_branch_of_a_tree_sees_its_prompt_and_itself_in_a_cache(rows, rng):
+    """Two intervals of the slots that tokens lie in, whatever these are."""
+    problem, (_, _, attend) = Problem(rng), programs(4, 1)
+    k_start = np.broadcast_to([[[0]], [[5]]], (2, rows, NEW))
+    k_end = np.broadcast_to(np.arange(NEW) + [[[2]], [[6]]], (2, rows, NEW))
+    problem.visible = Visible(k_start, k_end)
+    got = problem.attended(attend, 0)
+    np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
 
 
 def test_bounds_beyond_int32_reach_all_keys(rng):

@@ -11,12 +11,16 @@ import pytest
 
 from kernels import masks, trees
 from kernels.masks import Visible
+from tests.cases.unions import shown_in_tree
 
 QUERIES = 23
 TOKENS = 30
 INDEX = np.arange(QUERIES, dtype=np.int32)
 IDS = np.sort(np.random.default_rng(0).integers(-2, 4, (2, TOKENS)), 1).astype(np.int32)
 LENGTHS = np.array([[5], [19]], np.int32)
+
+TREE = np.sort(np.random.default_rng(1).integers(0, 8, (2, TOKENS)), axis=1)
+SHOWN = np.stack([shown_in_tree(ids, [-1, 0, 0, -1, 3, 4, 4, 3]) for ids in TREE])
 
 # A mask, and whether key j is visible to query i of row b.
 MASKS = {
@@ -28,6 +32,16 @@ MASKS = {
     "empty prefix": (masks.prefix(0), lambda b, i, j: j <= i),
     "prefix": (masks.prefix(7), lambda b, i, j: (j <= i) | (j < 7)),
     "prefixes": (masks.prefix(LENGTHS), lambda b, i, j: (j <= i) | (j < LENGTHS[b, 0])),
+    "first": (masks.first(7), lambda b, i, j: j < 7),
+    "firsts": (masks.first(LENGTHS), lambda b, i, j: j < LENGTHS[b, 0]),
+    "window and first": (
+        masks.window(5) | masks.first(LENGTHS) & masks.causal(),
+        lambda b, i, j: (j <= i) & ((i - 5 < j) | (j < LENGTHS[b, 0])),
+    ),
+    "tree": (
+        trees.tree(TREE, [-1, 0, 0, -1, 3, 4, 4, 3]),
+        lambda b, i, j: SHOWN[b, i, j],
+    ),
     "padding": (masks.padding(17), lambda b, i, j: (i < 17) & (j < 17)),
     "paddings": (
         masks.padding(LENGTHS),
@@ -69,7 +83,7 @@ def test_visible_keys_are_exactly_those_of_bounds_that_never_decrease(
     mask, is_visible = MASKS[name]
     visible = mask(np.arange(queries, dtype=np.int32), keys)
     assert all((np.diff(bound) >= 0).all() for bound in visible)
-    rows = visible.k_start.shape[0]
+    rows = visible.k_start.shape[-2]
     want = is_visible(*np.ogrid[:rows, :queries, :keys])
     np.testing.assert_array_equal(
         matrix(visible, keys), np.broadcast_to(want, (rows, queries, keys))
@@ -104,10 +118,10 @@ def test_part_of_a_sequence_in_any_order_has_the_bounds_of_the_whole(name, rng):
     mask, _ = MASKS[name]
     whole = mask(INDEX, TOKENS)
     part = rng.permutation(INDEX)[:11]
-    assert_equal_bounds(mask(part, TOKENS), Visible(*(x[:, part] for x in whole)))
+    assert_equal_bounds(mask(part, TOKENS), Visible(*(x[..., part] for x in whole)))
     parts = np.stack([rng.permutation(INDEX)[:11] for _ in range(2)])
-    rows = (np.broadcast_to(bound, (2, QUERIES)) for bound in whole)
-    want = Visible(*(np.take_along_axis(bound, parts, 1) for bound in rows))
+    rows = np.array([[0], [min(1, whole.k_start.shape[-2] - 1)]])
+    want = Visible(*(bound[..., rows, parts] for bound in whole))
     assert_equal_bounds(mask(parts, TOKENS), want)
     assert_equal_bounds(mask(jnp.asarray(parts), TOKENS), want)
 
@@ -123,12 +137,28 @@ def test_and_is_the_intersection_of_both_masks(first, second):
         np.testing.assert_array_equal(matrix(visible, TOKENS), want)
 
 
+@pytest.mark.parametrize("first, second", list(itertools.combinations(MASKS, 2)))
+def test_or_shows_what_either_mask_does_and_once(first, second):
+    one, other = MASKS[first][0], MASKS[second][0]
+    if one.real_lengths or other.real_lengths:
+        pytest.raises(ValueError, lambda: one | other)
+        return
+    want = matrix(one(INDEX, TOKENS), TOKENS) | matrix(other(INDEX, TOKENS), TOKENS)
+    for either in one | other, other | one:
+        visible = either(INDEX, TOKENS)
+        assert all((np.diff(bound) >= 0).all() for bound in visible)
+        np.testing.assert_array_equal(matrix(visible, TOKENS), want)
+        outline = either.outline(INDEX, TOKENS)
+        np.testing.assert_array_equal(matrix(outline, TOKENS), want)
+
+
 def test_shared_bounds_are_not_repeated_over_the_batch():
     shared = {
-        name for name in MASKS if MASKS[name][0](INDEX, TOKENS).k_start.shape[0] == 1
+        name for name in MASKS if MASKS[name][0](INDEX, TOKENS).k_start.shape[-2] == 1
     }
     assert MASKS.keys() - shared == {
-        "prefixes", "paddings", "segments", "documents"
+        "prefixes", "firsts", "window and first", "tree",
+        "paddings", "segments", "documents",
     }  # fmt: skip
 
 

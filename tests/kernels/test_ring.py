@@ -32,6 +32,7 @@ from tests.cases.attention import (
     Problem,
     solve,
 )
+from tests.cases.unions import UNIONS, shown
 from tests.rings import (
     Make,
     assert_as_on_one_device,
@@ -276,17 +277,6 @@ def as_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_cpu", lambda: False)
 
 
-def branches(length: int, begins: tuple[int, ...]) -> np.ndarray:
-    """A prompt and answers to it, which do not see each other: bounds (2, m = 2, T)."""
-    index, begins = np.arange(length), np.array(begins)
-    branch = np.searchsorted(begins, index, side="right")
-    own = np.array([0, *begins])[branch]
-    of_prompt = np.where(branch > 0, begins[0], index + 1)
-    k_start = np.stack([0 * index, np.where(branch > 0, own, begins[0])])
-    k_end = np.stack([of_prompt, np.where(branch > 0, index + 1, begins[0])])
-    return np.stack([k_start, k_end]).astype(np.int32)
-
-
 @pytest.mark.parametrize(
     "layout_name, ring_size, route",
     [
@@ -298,16 +288,15 @@ def branches(length: int, begins: tuple[int, ...]) -> np.ndarray:
 def test_queries_attend_to_each_of_their_intervals(
     layout_name, ring_size, route, monkeypatch, rng
 ):
-    """An answer sees the prompt, and itself; float64 knows nothing of intervals.
+    """An answer sees its prompt, and itself; float64 knows nothing of intervals.
 
     In zigzag as on a TPU, which puts off half of the own queries.
     """
     if layout_name == "zigzag":
         as_on_a_tpu(monkeypatch)
     length, heads, depth = 96, 4, 8
-    bounds = branches(length, (24, 40, 75))
-    key = np.arange(length)
-    is_seen = (bounds[0, ..., None] <= key) & (key < bounds[1, ..., None])
+    bounds = UNIONS["shared_prefix"](length, length)(np.arange(length), length)
+    is_seen = shown("shared_prefix", length)
     q, do = rng.standard_normal((2, 1, length, heads, depth))
     k, v = rng.standard_normal((2, 1, length, heads // 2, depth))
     d_lse = rng.standard_normal((1, heads, length))
@@ -315,7 +304,7 @@ def test_queries_attend_to_each_of_their_intervals(
     def dense(q, k, v):
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * depth**-0.5
-        s = jnp.where(is_seen.any(0), s, -jnp.inf)
+        s = jnp.where(is_seen, s, -jnp.inf)
         p = jax.nn.softmax(s)
         out = jnp.einsum("bhqk,bkhd->bqhd", p, v)
         return out, jax.nn.logsumexp(s, axis=-1)
@@ -329,7 +318,7 @@ def test_queries_attend_to_each_of_their_intervals(
         layout.permute(np.float32(x), *order, axis=axis)
         for x, axis in zip((q, k, v, do, d_lse), (1, 1, 1, 1, 2), strict=True)
     ]
-    intervals = layout.permute(bounds[:, :, None], *order, axis=3)
+    intervals = [layout.permute(np.int32(x), *order, axis=2) for x in bounds]
     make = functools.partial(sharded_ring, route=route)
     run = jax.jit(make(ring_size, layout_name, blockwise))
     *found, _ = run(*operands, *intervals, None)

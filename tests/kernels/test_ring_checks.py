@@ -171,10 +171,17 @@ def wrong_masks():
     mixed = [
         np.stack([good[0], bad[1]]) for good, bad in zip(right, natural, strict=True)
     ]
+    shared = [np.stack([x, x]) for x in right]  # two intervals, the same in row 1
+    shared[1][1, 0] = shared[0][1, 0] = 16
+    apart = [x.copy() for x in shared]
+    apart[0][1], apart[1][1] = 16, 16
     permuted = np.stack([ids[0], layout.permute(ids, layout.Striped(), 2)[1]])
     explicit, auto = AxisType.Explicit, AxisType.Auto
     yield pytest.param(explicit, decreasing, right, id="bounds that decrease")
     yield pytest.param(auto, Visible(*mixed), right, id="bounds in natural order")
+    yield pytest.param(
+        auto, Visible(*shared), Visible(*apart), id="intervals that share keys"
+    )
     yield pytest.param(auto, permuted, ids, id="ids in layout order")
 
 

@@ -20,11 +20,12 @@ from kernels.backends import IMPLEMENTATIONS
 from kernels.compiler import compiler_options
 from kernels.device import rings_both_ways
 from kernels.layouts import Striped
-from kernels.masks import causal
+from kernels.masks import Mask, causal
 from kernels.ring.cycles import disjoint_cycles
 from kernels.ring.routes import AllShards, RingOrder, both_ways
 from kernels.ring.torus import ring_along
 from kernels.ring_attention import make_ring_attention
+from kernels.trees import tree
 from tests.ring_layers import (
     HEAD_DIM,
     HEADS,
@@ -73,6 +74,7 @@ def compiled_layers(
     kv_heads: int,
     keep_tail: bool = False,
     walks: tuple[RingOrder, ...] = (),
+    mask: Mask = causal(),
 ) -> str:
     """Compiles the gradients of two scanned layers that save the ring's out and lse.
 
@@ -84,6 +86,7 @@ def compiled_layers(
         "kv_heads": kv_heads,
         "keep_tail": keep_tail,
         "heads": max(HEADS, kv_heads),
+        "mask": mask,
     }
     kind = mesh.devices.flat[0].device_kind
     around = both_ways(ring_size) if rings_both_ways(kind) else ()
@@ -197,6 +200,23 @@ def test_transfers_of_a_ring_in_a_loop_overlap_kernels(chip):
     assert_all_are_hidden(text, 32)
     # At 57b6f6f each step found its live tiles: v5e 113, v6e 103, v4 117 of them.
     assert 10 < small_instructions(text, 32) <= 30
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("chip", [slow("v5e"), "v5p"])
+@pytest.mark.parametrize(
+    "intervals, parents",
+    [(2, [-1, *[0] * 7]), slow(3, [-1, 0, 1, 1, 0, 4, 4, 0])],
+)
+def test_transfers_of_a_ring_of_several_intervals_overlap_kernels(
+    chip, intervals, parents
+):
+    """In a branch of a conditional each, inside that of the step."""
+    ids = np.repeat(np.arange(8), 32 * 2 * TOKENS // 8)
+    mask = tree(ids, parents, intervals=intervals)
+    text = compiled_layers(chip, 32, 2 * TOKENS, HEADS, mask=mask)
+    assert_all_are_hidden(text, 32)
+    assert 10 < small_instructions(text, 32) <= 30 + 10 * intervals
 
 
 @pytest.mark.thorough
