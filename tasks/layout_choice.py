@@ -122,7 +122,7 @@ def ring_passes(run: "Run", chip: Chip) -> list[Pass]:
 def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
     config = run.config
     windows = [kind.window for kind in run.sizes.layer_kinds]
-    rings = {window: _ring(run, chip, row.seen_within(window)) for window in windows}
+    rings = {window: _ring(run, chip, row.seen_within(window)) for window in {*windows}}
     passes, first = [], 0
     for settings, count in run.execution.runs(len(windows)):
         again = 2 if settings.remat in RERUN else 1

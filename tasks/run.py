@@ -116,12 +116,13 @@ class Run:
         """Returns the run on another mesh."""
         return dataclasses.replace(self, partition=partition)
 
-    def counted_on(self, partition: Partition) -> Self:
+    def counted_on(self, partition: Partition, fixed: Choice | None = None) -> Self:
         """Returns the run on another mesh, to count what it holds there.
 
         With this mesh's model, which is not traced again: it is not to be run.
+        fixed: the layout, where it is chosen already.
         """
-        run = self.on(partition)
+        run = dataclasses.replace(self, partition=partition, fixed=fixed)
         for name in "sizes", "model", "_optimizer", "_state_shapes":
             vars(run)[name] = getattr(self, name)
         return run

@@ -1,5 +1,6 @@
 """Chooses the layout in which a ring's rows should take the least time."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -100,8 +101,13 @@ def mean_times(rings: Sequence[Ring], direction: str, chip: Chip) -> Times:
     """
     counts = [ring.count for ring in rings if ring.count is not None]
     most = max(counts, default=None)
-    passes = [replace(ring, count=most).times(chip, direction) for ring in rings]
+    passes = [_times(replace(ring, count=most), direction, chip) for ring in rings]
     return Times(*(sum(part) / len(rings) for part in zip(*passes, strict=True)))
+
+
+@functools.lru_cache(maxsize=4096)  # meshes have many rings in common
+def _times(ring: Ring, direction: str, chip: Chip) -> Times:
+    return ring.times(chip, direction)
 
 
 def choose_layout(

@@ -24,6 +24,7 @@ from typing import Any
 import ml_collections
 
 from kernels.chips import Chip
+from kernels.cost.choice import Choice
 from kernels.cost.clock import Ring
 from tasks.layout_advice import name_of
 from tasks.layout_choice import ring_passes, typical_rows
@@ -93,9 +94,15 @@ def suggestions(
     """
     rows = typical_rows(config, documents)
     alone = make_run(config, _partition(config, chip, 1, 1, 1, 1, 1), rows)
+    choices: dict[tuple[int, ...], Choice] = {}
 
-    def suggested(*sizes: int) -> Suggestion:
-        return suggestion(alone.counted_on(_partition(config, chip, *sizes)))
+    def suggested(data: int, fsdp: int, *ring: int) -> Suggestion:
+        alike = data * fsdp, *ring  # of those with the same rings
+        partition = _partition(config, chip, data, fsdp, *ring)
+        run = alone.counted_on(partition, choices.get(alike))
+        found = suggestion(run)
+        choices[alike] = run.choice
+        return found
 
     found = []
     for sizes in _factorisations(devices):
