@@ -33,8 +33,9 @@ def attention(
     q: (B, T, H, D). k, v: (B, S, K, D), H a multiple of K; query head h reads
       key/value head h // (H // K).
     visible: a mask of `masks`, or `Visible` bounds (B or 1, T) of key indices, neither
-      of them decreasing along T. Decreasing ones are refused where values are known;
-      under `jit` they are not, and the result is wrong: see `checks.check_increasing`.
+      of them decreasing along T; or (m, B or 1, T) of m intervals that share no key.
+      Others are refused where values are known; under `jit` they are not, and the
+      result is wrong: see `checks.check_increasing`.
       Tokens that the mask's `padding` covers may hold anything; all others must be
       finite, and all of them where bounds are given, as nan spreads to queries from
       which it is masked.

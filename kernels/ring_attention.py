@@ -161,16 +161,17 @@ def make_ring_attention(
     with_lse: attend returns (out, lse), lse (B, H, T) in the order of q, as in
       `one_device.attention_with_lse`.
     check_masks: under `jit`, where values are not known, rows whose bounds or ids
-      decrease along the sequence give nan, also as gradients, instead of wrong numbers:
-      bounds in natural order, ids in layout order. It costs a gather of the bounds.
+      decrease along the sequence, or whose intervals share keys, give nan, also as
+      gradients, instead of wrong numbers: bounds in natural order, ids in layout order.
+      It costs a gather of the bounds.
 
     Returns:
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
       v (B, S, K, D), in layout order along T and S (see `layouts.permute`); `visible` a
-      mask of `masks`, or bounds (B or 1, T) in the order of q, and sinks (H,), as in
-      `one_device.attention`; within, a mask that shows all that bounds do, for a ring
-      that sends no more than it shows: keys outside of it are not attended to. Outside
-      of `jit` it compiles once for each mask, shape and type.
+      mask of `masks`, or bounds (B or 1, T) or (m, B or 1, T) in the order of q, and
+      sinks (H,), as in `one_device.attention`; within, a mask that shows all that the
+      bounds do, for a ring that sends no more than that: keys outside of it are not
+      attended to. Outside of `jit` it compiles once for each mask, shape and type.
 
     Raises:
       ValueError: the mesh has no such axes, or walks are none; from attend, shapes that
