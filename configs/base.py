@@ -69,10 +69,12 @@ FIELDS = dict(
         norm_epsilon=1e-6,
         # The fields below make models of other families; see models/sizes.py.
         # Kinds of the layers, repeated over them: "w" sees a window, "f" all; "": "f".
+        # "W" and "F" have no RoPE.
         layer_pattern="",
         window=0,  # tokens that a query of "w" layers sees, its own included
         # Base of RoPE in "w" layers, which is not scaled there; 0: as in the others.
         window_rope_theta=0.0,
+        rotary_fraction=1.0,  # share of each head's sizes that RoPE rotates
         attention_scale=0.0,  # factor on the scores; 0: head_dim^-0.5
         attention_soft_cap=0.0,  # cap c of c · tanh(score / c); 0: none
         attention_sinks=False,  # a logit of each head for a key whose value is 0
@@ -81,6 +83,7 @@ FIELDS = dict(
         qk_norm="",  # norms of queries and keys: of each "head", or of "all" at once
         norms="before",  # attention and feed-forward, "after" them, or "both"
         norm_unit_offset=False,  # norms multiply by 1 + scale
+        residual_scale=1.0,  # factor on what attention and feed-forward add
         activation="silu",  # of the feed-forward's gate, or "gelu_tanh"
         # Of task "text": whether the head is the embedding, factors on embeddings and
         # logits, and the cap of logits; 0: none.

@@ -2,8 +2,9 @@
 
 Command, on every host: python train.py --config=configs/models.py:MODEL/PLACE
   --config.workdir=gs://BUCKET/RUN --config.data.corpus=CORPUS
-MODEL is one of llama3_8b, qwen3_8b and gemma3_12b, whose weights convert_hf imports
-(--config.init_from=WEIGHTS), or a LLaMA of the papers, with one sequence a step:
+MODEL is one of llama3_8b, qwen3_8b, gemma3_12b and olmo3_7b, whose weights convert_hf
+imports (--config.init_from=WEIGHTS), or a LLaMA of the papers, with one sequence a
+step:
   llama3_8b/v5p   64 chips,  1 Mi tokens of context, ring 64
   llama3_8b/v6e   64 chips,  1 Mi tokens of context, ring 64
   llama3_8b/h200  8 GPUs,    128 Ki tokens of context, ring 8
@@ -16,13 +17,20 @@ MODEL is one of llama3_8b, qwen3_8b and gemma3_12b, whose weights convert_hf imp
   13b/v4  512 chips, 2 Mi tokens of context, ring 512
   30b/v4  512 chips, 1 Mi tokens of context, ring 512
   65b/v4  512 chips, 1 Mi tokens of context, ring 512
-qwen3_8b has the places of llama3_8b. Adapters alone (LoRA) on one host:
+qwen3_8b has the places of llama3_8b. olmo3_7b has the published recipe's contexts, of
+which the second begins with the parameters of the first and scales RoPE by YaRN in
+layers without a window; a device has 8 Ki tokens:
+  olmo3_7b/v5e_8k   32 chips, 8 Ki tokens of context, fsdp 32
+  olmo3_7b/v5e      32 chips, 64 Ki tokens of context, fsdp 4 x ring 8
+  olmo3_7b/h200_8k  8 GPUs,   8 Ki tokens of context, fsdp 8
+  olmo3_7b/h200     8 GPUs,   64 Ki tokens of context, ring 8
+Adapters alone (LoRA) on one host:
   llama3_8b/lora_h200  1 GPUs,  128 Ki tokens of context, ring 1
   llama3_8b/lora_v5e   8 chips, 128 Ki tokens of context, ring 8
   llama3_8b/lora_v6e   8 chips, 128 Ki tokens of context, ring 8
 (python train.py --config=configs/models.py is llama3_8b/v5p.)
-Hardware: v5p:4x4x4, v6e:8x8, a host of H200s, or a TPU v4 slice of as many chips;
-  others with --config.mesh.ring=DEVICES.
+Hardware: v5p:4x4x4, v6e:8x8, v5e:4x8, a host of H200s, or a TPU v4 slice of as many
+  chips; others with --config.mesh.ring=DEVICES.
 Expected: planned and not run; see results/2026-11-23-families.md and
   results/2026-11-23-fine-tuning.md.
 """
@@ -57,6 +65,15 @@ _GEMMA3 = {
     "embedding_scale": 3840**0.5,
 }
 
+_OLMO3 = {
+    "rope_theta": 500_000.0,
+    "layer_pattern": "wwwf",
+    "window": 4096,
+    "window_rope_theta": 500_000.0,
+    "qk_norm": "all",
+    "norms": "after",
+}
+
 # Values of _SIZES and _HEADS, other fields of config.model, and config.rope_scaling.
 # The papers' vocabulary has 32,000 ids; --config.model.vocab_size=0 takes the corpus's.
 MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
@@ -84,6 +101,12 @@ MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
         _GEMMA3,
         {"rope_type": "linear", "factor": 8.0},
     ),
+    # allenai/Olmo-3-1025-7B: 64 Ki tokens.
+    "olmo3_7b": (
+        (4096, 11008, 32, 32, 32, 128, 100_278),
+        _OLMO3,
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    ),
 }
 
 # place: (devices, Ki tokens of context)
@@ -99,6 +122,10 @@ PLACES = {
     "llama3_8b": _PODS | _HOSTS,
     "qwen3_8b": _PODS,
     "gemma3_12b": _PODS,
+    "olmo3_7b": {
+        **{"v5e_8k": (32, 8), "v5e": (32, 64)},
+        **{"h200_8k": (8, 8), "h200": (8, 64)},
+    },
 }
 """Places of every model, with their devices and Ki tokens of context."""
 _NAMES = [f"{model}/{place}" for model, places in PLACES.items() for place in places]
@@ -111,9 +138,9 @@ def fields_of(name: str) -> dict[str, Any]:
 
 
 def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
-    """Returns the config of a model in a place, of one sequence a step.
+    """Returns the config of a model in a place, of one sequence a step (of each ring).
 
-    The wide heads of models with windows are shared out to two devices.
+    Wide heads of models with windows are shared out to two devices.
 
     Raises:
       ValueError: the model or the place is unknown.
@@ -136,6 +163,14 @@ def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     if place == "v4":
         config.attention_parts = 4
     if config.model.window:
-        config.mesh.tensor = 2
+        config.mesh.tensor = 2 if config.model.head_dim == 256 else 1
     config.mesh.ring = devices // config.mesh.tensor
+    if model == "olmo3_7b":
+        config.mesh.ring = context // 8
+        config.mesh.fsdp = config.data.batch_rows = devices // config.mesh.ring
+        if f"{place}_8k" in PLACES[model]:
+            config.init_from = f"runs/{name}_8k"
+            config.may_change = ("rope_scaling", "window_rope_theta")
+        else:
+            config.rope_scaling = base.get_config().rope_scaling
     return config

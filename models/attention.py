@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         norm: RMSNorm | None,
-        rotation: Rotation,
+        rotation: Rotation | None,
         attend: Attend,
     ) -> jax.Array:
         """Returns the attention of norm(x), projected back: (B, T, E), as x.
@@ -120,7 +120,7 @@ class Attention(nnx.Module):
         return {name: weight[...] for name, weight in self._of_heads().items()}
 
     def project(
-        self, x: jax.Array, weights: Weights, rotation: Rotation
+        self, x: jax.Array, weights: Weights, rotation: Rotation | None
     ) -> tuple[jax.Array, ...]:
         """Returns q (B, T, h, D), k and v (B, T, k, D) of x (B, T, E).
 

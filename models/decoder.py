@@ -44,6 +44,7 @@ class DecoderLayer(nnx.Module):
             config, partition, execution.feed_forward_chunk, rngs=rngs
         )
         self.feed_forward_post_norm = norm("after")
+        self.residual_scale = config.residual_scale
 
     def to_run(self, execution: Execution) -> "DecoderLayer":
         """Returns this layer after it is set to run as said, where layers differ."""
@@ -51,7 +52,9 @@ class DecoderLayer(nnx.Module):
         self.feed_forward.chunk = execution.feed_forward_chunk
         return self
 
-    def __call__(self, x: jax.Array, rotation: Rotation, attend: Attend) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array:
         """Returns the layer's output, (B, T, E), for x of the same shape."""
         x = checkpoint_name(x, "layer_input")
         return self._after(x, self.attention(x, self.attention_norm, rotation, attend))
@@ -59,7 +62,7 @@ class DecoderLayer(nnx.Module):
     def with_cache(
         self,
         x: jax.Array,
-        rotation: Rotation,
+        rotation: Rotation | None,
         attend: Callable[..., tuple[jax.Array, Any]],
     ) -> tuple[jax.Array, Any]:
         """Returns the same and a cache, which attend returns too; has no gradient.
@@ -75,13 +78,20 @@ class DecoderLayer(nnx.Module):
 
     def _after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the output of x (B, T, E) and what attention makes of it."""
-        x = x + _normalised(self.attention_post_norm, attended)
+        scale = self.residual_scale
+        x = x + _scaled(_normalised(self.attention_post_norm, attended), scale)
         normal = _normalised(self.feed_forward_norm, x)
-        return x + self.feed_forward(normal, self.feed_forward_post_norm)
+        return x + _scaled(
+            self.feed_forward(normal, self.feed_forward_post_norm), scale
+        )
 
 
 def _normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1 else x * scale
 
 
 class Decoder(nnx.Module):
@@ -121,14 +131,14 @@ class Decoder(nnx.Module):
 
     def kinds(
         self, positions: jax.Array, attend: Callable
-    ) -> list[tuple[Rotation, Callable]]:
+    ) -> list[tuple[Rotation | None, Callable]]:
         """Returns what the layers of each kind are called with, after x.
 
         The rotations of RoPE at these positions, int32 (B, T), and the attention.
         """
-        kinds, depth = self.config.kinds, self.config.head_dim
+        kinds, depth = self.config.kinds, self.config.rotary_dim
         ropes = dict.fromkeys(kind.rope for kind in kinds)
-        made = {rope: rotations(positions, depth, *rope) for rope in ropes}
+        made = {rope: rope and rotations(positions, depth, *rope) for rope in ropes}
 
         def attend_within(window: int) -> Callable:
             return functools.partial(attend, window=window) if window else attend
@@ -198,6 +208,4 @@ class LanguageModel(Decoder):
         rows = partition.over_shards(local, names, RESIDUAL)(
             tokens, self.embedding[...]
         )
-        rows = rows.astype(dtype)
-        scale = self.config.embedding_scale
-        return rows if scale == 1 else rows * scale
+        return _scaled(rows.astype(dtype), self.config.embedding_scale)

@@ -161,12 +161,19 @@ def rotations(
     return size * jnp.cos(angle)[:, :, None], size * jnp.sin(angle)[:, :, None]
 
 
-def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+def rotate(x: jax.Array, rotation: Rotation | None) -> jax.Array:
     """Rotates the pairs (i, i + D/2) of each head, as in Hugging Face's LLaMA.
 
-    x: (B, T, H, D); returns the same shape and type, computed in float32.
+    x: (B, T, H, D), of which later sizes than the rotation's D stay, or all without
+      one; returns the same shape and type, computed in float32.
     """
+    if rotation is None:
+        return x
     cosine, sine = rotation
+    rotary = 2 * cosine.shape[-1]
+    if rotary < x.shape[-1]:
+        turned = rotate(x[..., :rotary], rotation)
+        return jnp.concatenate([turned, x[..., rotary:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = first * cosine - second * sine, second * cosine + first * sine
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

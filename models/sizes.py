@@ -15,7 +15,7 @@ NORMS = "before", "after", "both"
 ACTIVATIONS = "silu", "gelu_tanh"
 QK_NORMS = "", "head", "all"
 WINDOW, FULL = "w", "f"
-"""Kinds of layers in a pattern."""
+"""Kinds of layers in a pattern; capitals have no RoPE."""
 
 
 TARGETS = {
@@ -73,11 +73,11 @@ class LayerKind:
     """What kinds of layers differ in.
 
     window: tokens that a query sees, its own included; 0 for all up to it.
-    rope: base and scaling of RoPE.
+    rope: base and scaling of RoPE; None without it.
     """
 
     window: int
-    rope: tuple[float, RopeScaling]
+    rope: tuple[float, RopeScaling] | None
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,11 @@ class DecoderConfig:
     """Sizes and parts of a stack of decoder layers.
 
     layer_pattern: kinds of the layers, repeated over them: "w" attends to a window, "f"
-      to all; "" is "f".
+      to all; "" is "f". "W" and "F" do so without RoPE.
     window: tokens that a query of "w" layers sees, its own included; 0 without any.
     window_rope_theta: base of RoPE in "w" layers, where it is not scaled then; 0: RoPE
       is that of the others.
+    rotary_fraction: share of each head's sizes, from the first on, that RoPE rotates.
     attention_scale: factor on the scores; 0 for head_dim^-0.5.
     attention_soft_cap: scores s become c · tanh(s / c); 0 for none.
     attention_sinks: whether each head has a logit of a key whose value is 0.
@@ -96,6 +97,7 @@ class DecoderConfig:
     qk_norm: of queries and keys: "", of each "head", or of "all" heads at once.
     norms: "before" attention and feed-forward, "after" them, or "both".
     norm_unit_offset: whether norms multiply by 1 + scale.
+    residual_scale: factor on what attention and feed-forward add to their input.
     activation: of the feed-forward's gate, "silu" or "gelu_tanh".
     lora: adapters of the layers' matrices, which are frozen then, as all the rest is.
     """
@@ -111,6 +113,7 @@ class DecoderConfig:
     layer_pattern: str = ""
     window: int = 0
     window_rope_theta: float = 0.0
+    rotary_fraction: float = 1.0
     attention_scale: float = 0.0
     attention_soft_cap: float = 0.0
     attention_sinks: bool = False
@@ -119,11 +122,12 @@ class DecoderConfig:
     qk_norm: str = ""
     norms: str = "before"
     norm_unit_offset: bool = False
+    residual_scale: float = 1.0
     activation: str = "silu"
     rope_scaling: RopeScaling = RopeScaling()
     lora: Lora = Lora()
 
-    _ABOVE_0 = "rope_theta", "norm_epsilon"
+    _ABOVE_0 = "rope_theta", "norm_epsilon", "residual_scale"
     _AT_LEAST_0 = "attention_scale", "attention_soft_cap", "window_rope_theta"
 
     def __post_init__(self):
@@ -140,6 +144,12 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             found.append(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        rotary, share = self.rotary_dim, self.rotary_fraction
+        if not 2 <= rotary <= self.head_dim or rotary % 2:
+            found.append(
+                f"rotary_fraction={share} of head_dim={self.head_dim} must be an even "
+                f"number of sizes, at least 2, got {rotary}: RoPE rotates pairs"
+            )
         for name in self._ABOVE_0:
             if not 0 < getattr(self, name) < math.inf:
                 found.append(f"{name}={getattr(self, name)} must be a number above 0")
@@ -160,12 +170,13 @@ class DecoderConfig:
             if getattr(self, name) not in known:
                 must = ", ".join(repr(value) for value in known)
                 found.append(f"{name}={getattr(self, name)!r} must be one of {must}")
-        if set(self.layer_pattern) - {WINDOW, FULL}:
+        if set(self.layer_pattern.lower()) - {WINDOW, FULL}:
             found.append(
                 f"layer_pattern={self.layer_pattern!r} must be made of {WINDOW!r} for "
-                f'layers with a window and {FULL!r} for others, as in "wwwwwf"'
+                f'layers with a window and {FULL!r} for others, as in "wwwwwf", in '
+                "capitals where they have no RoPE"
             )
-        has_windows = WINDOW in self.layer_pattern
+        has_windows = WINDOW in self.layer_pattern.lower()
         if has_windows != (self.window > 0) or self.window < 0:
             found.append(
                 f"window={self.window} must be at least 1 with "
@@ -201,12 +212,18 @@ class DecoderConfig:
         }
 
     @property
+    def rotary_dim(self) -> int:
+        """Returns how many sizes of each head RoPE rotates."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kinds of the first layers, which repeat over all of them."""
         rope = self.rope_theta, self.rope_scaling
         plain = self.window_rope_theta, RopeScaling()
         own = plain if self.window_rope_theta else rope
         known = {FULL: LayerKind(0, rope), WINDOW: LayerKind(self.window, own)}
+        known |= {k.upper(): LayerKind(o.window, None) for k, o in known.items()}
         pattern = self.layer_pattern or FULL
         if len({*pattern}) == 1:
             pattern = pattern[0]

@@ -144,7 +144,7 @@ def document_mask(config: ConfigDict) -> DocumentMask:
             f"{config.mask=} leaves no token with a loss: its prefix must be below "
             f"{config.data.context_tokens=}"
         )
-    if set(config.model.layer_pattern) == {WINDOW}:
+    if set(config.model.layer_pattern.lower()) == {WINDOW}:
         raise ValueError(
             f"{config.mask=} would show nothing ahead, as every layer has a window "
             f'({config.model.layer_pattern=}): set it to "causal"'

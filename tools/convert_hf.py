@@ -4,10 +4,11 @@
     python train.py --config=configs/fine_tune.py:runs/llama2_7b ...
     python -m tools.convert_hf export runs/mine Mine-7b-hf --like Llama-2-7b-hf
 
-Imports LLaMA, Mistral, Qwen 2 and 3, Gemma 2 and 3 and OLMo 2 from safetensors, in
-float32, bfloat16 or float16. Every device reads its own part of every tensor from the
-files; a host holds only the parts of its devices. Exports the parameters of a run's
-newest checkpoint, as the family of `--like`, or the first that can hold the model.
+Imports LLaMA, Mistral, Ministral, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3, SmolLM3,
+Granite 3, Seed-OSS, Phi-3 and Phi-4 from safetensors, in float32, bfloat16 or float16.
+Every device reads its own part of every tensor from the files; a host holds only the
+parts of its devices. Exports the parameters of a run's newest checkpoint, as the family
+of `--like`, or the first that can hold the model.
 Adapters are merged into them, or with `--adapter` written alone, in PEFT's format;
 `import ADAPTER WORKDIR --weights DIR` reads PEFT's adapters of the weights in DIR.
 """
@@ -18,7 +19,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def import_model(
                 f"{said_by} and the model",
             )
             settings.update(workdir=str(workdir), init_from=str(weights))
-            lora = adapters.read_lora(fields, [*files.shapes])
+            layers = settings.model.num_layers
+            lora = adapters.read_lora(fields, [*files.shapes], layers)
             settings.lora.update(dataclasses.asdict(lora))
         else:
             config = hf_config.model_config(fields)
@@ -99,7 +101,7 @@ def import_model(
                 )
             settings = _settings(config, workdir=str(workdir))
         run = TextRun(settings, partition)
-        tensors = form.weights_of(run.model)
+        tensors = _weights(run.model, fields)
         parameters = load(files, tensors, run.model, partition, said_by)
     save_parameters(workdir, parameters, run.fingerprint)
     run_config.write(settings)
@@ -119,7 +121,7 @@ def export_model(
 ) -> str:
     """Writes the parameters of a run's newest checkpoint as a published model.
 
-    One parameter (all layers of it) is read at a time. Adapters are added in. Returns
+    One tensor (of all layers) is read at a time. Adapters are added in. Returns
     what of `original` was changed, or is missing without one, in words; or "".
 
     Args:
@@ -160,7 +162,7 @@ def export_model(
         fields = hf_config.config_fields(config, dtype, kept, tokens)
         model = TextRun(_settings(config), partition).model
     form = adapters if adapter_only else names
-    parts = form.weights_of(model)
+    parts = _weights(model, fields)
     shapes = names.stored_shapes(parts, model)
     sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}
     tensors = _tensors(source, parts, model, partition, dtype)
@@ -179,6 +181,13 @@ def export_model(
     finally:
         new.remove()
     return said
+
+
+def _weights(model: Model, fields: Mapping[str, Any]) -> tuple[Weight, ...]:
+    """Returns where the files that a config describes keep each parameter."""
+    if "peft_type" in fields:
+        return adapters.weights_of(model)
+    return names.weights_of(model, hf_config.fused(fields))
 
 
 def _write_own_tokenizer(workdir: str, directory: Path, fields: dict[str, Any]) -> str:
@@ -270,12 +279,21 @@ def _tensors(
     """Yields every tensor of the published model, parameter by parameter."""
     abstract = state.abstract_parameters(model.shapes, model.axes, partition)
     leaves = traverse_util.flatten_dict(abstract)
+    tensors: dict[str, list[Weight]] = {}
     for weight in weights:
-        tree = traverse_util.unflatten_dict({weight.path: leaves[weight.path]})
-        (parameter,) = jax.tree.leaves(saved.restore(tree))
-        for layer, name in enumerate(weight.names(model.config.num_layers)):
-            array = parameter[layer] if weight.is_stacked else parameter
-            yield name, _narrowed(weight.to_stored(np.asarray(array)), dtype, name)
+        tensors.setdefault(weight.name, []).append(weight)
+    for below in tensors.values():
+        parameters = []
+        for weight in below:
+            tree = traverse_util.unflatten_dict({weight.path: leaves[weight.path]})
+            parameters += jax.tree.leaves(saved.restore(tree))
+        for layer, name in enumerate(below[0].names(model.config.num_layers)):
+            parts = [
+                weight.to_stored(np.asarray(p[layer] if weight.is_stacked else p))
+                for weight, p in zip(below, parameters, strict=True)
+            ]
+            whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            yield name, _narrowed(whole, dtype, name)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -325,6 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if weights:
         print(f"written to {workdir}, adapters of {weights}")
         return
+    fields = _read_config(chosen.source, names.CONFIG)
+    if dropped := hf_config.dropouts(fields):
+        print(f"trained here without {', '.join(dropped)}")
     print(f"written to {workdir}; to fine-tune it, with adapters:")
     file = f"configs/fine_tune.py:{workdir}"
     print(f"  python train.py --config={file} --config.data.corpus=CORPUS")

@@ -34,6 +34,12 @@ FAMILIES = {
         "model__embedding_scale": 6.0,
     },
     "olmo2": {"model__norms": "after", "model__qk_norm": "all"},
+    "smollm3": LAYERS
+    | {
+        "model__layer_pattern": "fW",
+        "model__rotary_fraction": 0.5,
+        "model__residual_scale": 0.5,
+    },
     "gpt_oss": LAYERS
     | {
         "model__layer_pattern": "wf",
@@ -47,5 +53,5 @@ FAMILIES = {
         "rope_scaling__truncate": False,
     },
 }
-"""By name; gpt-oss has a factor on logits here, which only other families have."""
+"""By name; gpt-oss and SmolLM3 have factors and RoPE here that only others have."""
 FAMILIES["every_part"] = FAMILIES["gpt_oss"] | FAMILIES["gemma3"] | FAMILIES["gemma2"]

@@ -20,7 +20,7 @@ from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.small.runs import small_config
 from tools import convert_hf
-from tools.lib.hf.config import model_config
+from tools.lib.hf.config import fused, model_config
 from tools.lib.hf.names import weights_of
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import TensorFiles
@@ -29,7 +29,8 @@ from training.mesh import Partition
 DIRECTORY = Path(__file__).parents[1] / "fixtures" / "hf_models"
 NAMES = (
     *("llama", "llama_gqa", "llama_tied", "llama_scaled", "mistral"),
-    *("qwen2", "qwen3", "gemma2", "gemma3", "olmo2"),
+    *("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
+    *("granite", "gemma", "ministral", "seed_oss", "phi3"),
 )
 PROMPT = 16
 """Tokens that were given; those after them follow greedily."""
@@ -63,7 +64,8 @@ def run_config(
 def loaded(name: str, model: Model, partition: Partition) -> Any:
     """The fixture's parameters, as `model` has them."""
     with TensorFiles(DIRECTORY / name) as files:
-        return load(files, weights_of(model), model, partition)
+        weights = weights_of(model, fused(fields(name)))
+        return load(files, weights, model, partition)
 
 
 def logits(

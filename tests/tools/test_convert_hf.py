@@ -46,9 +46,16 @@ MESHES = {
     "gemma2": MeshShape(ring=4, tensor=2),
     "gemma3": MeshShape(fsdp=2, ring=4),
     "olmo2": MeshShape(fsdp=2, ring=2, tensor=2),
+    "olmo3": MeshShape(fsdp=2, ring=4),
+    "smollm3": MeshShape(ring=4, tensor=2),
+    "granite": MeshShape(fsdp=8),
+    "gemma": MeshShape(fsdp=4, ring=2),
+    "ministral": MeshShape(data=2, ring=4),
+    "seed_oss": MeshShape(fsdp=4, tensor=2),
+    "phi3": MeshShape(fsdp=2, ring=2, tensor=2),
 }
-EXPORTED = "llama_gqa", "llama_scaled", "qwen2", "gemma3", "olmo2"
-"""By the fast tests: every type, norm, bias, and a tied head."""
+EXPORTED = "llama_gqa", "llama_scaled", "qwen2", "gemma3", "olmo2", "phi3"
+"""By the fast tests: every type, norm, bias, a tied head, and fused matrices."""
 each_model = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[slow] * (n not in EXPORTED)) for n in MESHES]
 )

@@ -18,6 +18,7 @@ from models.memory import Execution
 from models.rope import RopeScaling, rotations
 from models.sizes import DecoderConfig
 from tasks.text import TextRun
+from tests.cases import table
 from tests.cases.attention import LAYOUTS
 from tests.small.models import partition_of
 from tests.tools import hf_models
@@ -57,6 +58,18 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     assert followers.size == 32
     best = logits.argmax(axis=-1)[hf_models.PROMPT - 1 : -1]
     np.testing.assert_array_equal(best, followers)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "parts"), table("models.txt", "left_out"))
+def test_a_part_left_out_is_seen(name, parts):
+    config, partition = hf_models.run_config(name), partition_of(MeshShape())
+    model = TextRun(config, partition).model
+    parameters = hf_models.loaded(name, model, partition)
+    tokens, expected = hf_models.expected(name)
+    config.update(model=parts, attention="vanilla")
+    wrong = hf_models.logits(config, partition)(parameters, tokens)
+    assert np.abs(wrong - expected).max() > 2e-3
 
 
 # The attention of gpt-oss as a layer: its sinks, windows, biases and YaRN.

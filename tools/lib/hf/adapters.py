@@ -17,7 +17,8 @@ from models.adapters import FACTORS
 from models.sizes import TARGETS, LanguageModelConfig, Lora
 from tasks.state import abstract_parameters, identity
 from tasks.text import TextRun
-from tools.lib.hf.config import WITH_IMAGES
+from tools.lib.hf.config import WITH_IMAGES, fused
+from tools.lib.hf.fields import FUSED
 from tools.lib.hf.names import Weight, weight_at
 from training.stored_step import differences, leaves, listed
 from training.weights import SavedParameters
@@ -65,10 +66,10 @@ def config_fields(lora: Lora, base: str | None) -> dict[str, Any]:
     }
 
 
-def read_lora(fields: Mapping[str, Any], names: list[str]) -> Lora:
+def read_lora(fields: Mapping[str, Any], names: list[str], layers: int) -> Lora:
     """Returns the adapters that adapter_config.json describes.
 
-    names: of the tensors, which say what has an adapter.
+    names: of the tensors, which say what has an adapter. layers: of the model.
 
     Raises:
       ValueError: they are not LoRA's, or have what adapters here lack.
@@ -80,6 +81,12 @@ def read_lora(fields: Mapping[str, Any], names: list[str]) -> Lora:
         for name, value in fields.items()
         if name not in HARMLESS and name not in READ
         if value not in (INITIAL if name == "init_lora_weights" else NOTHING)
+        if (name, value) != ("layers_to_transform", [*range(layers)])
+    ]
+    wrong += [
+        f"adapters of {whole}, of which models here have the parts"
+        for whole in sorted(FUSED)
+        if any(f".{whole}." in name for name in names)
     ]
     if fields.get("peft_type") != "LORA":
         wrong.insert(0, f"peft_type={short(fields.get('peft_type'))}")
@@ -126,12 +133,14 @@ class Adapted:
         original: config.json of the weights, if it is known.
 
         Raises:
-          ValueError: it differs from that of the weights, or is one with images.
+          ValueError: it differs from that of the weights, or is one with images or
+            with fused matrices.
         """
-        if original.get("model_type") == WITH_IMAGES:
+        kind = original.get("model_type")
+        if kind == WITH_IMAGES or (original and fused(original)):
             raise ValueError(
-                f"layers of model_type={WITH_IMAGES!r}, with images, have "
-                "other names than the adapters': export it merged, without --adapter"
+                f"layers of model_type={kind!r} have other names than the adapters': "
+                "export it merged, without --adapter"
             )
         ours = identity(dataclasses.replace(config, lora=Lora()))
         found = differences(leaves(self._base.fingerprint["model"]), leaves(ours))

@@ -18,7 +18,7 @@ _SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
-_THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in table.ACTIVATIONS.items()}
+_THEIR_ACTIVATIONS = {x: y for y, x in reversed(table.ACTIVATIONS.items())}
 LONGEST = "max_position_embeddings"
 WITH_IMAGES = "gemma3"
 """Models of text and images, of which the text model is read."""
@@ -30,7 +30,7 @@ _OF_IMAGES = (
 _KINDS = {ours: theirs for theirs, ours in table.LAYER_TYPES.items()}
 _OF_LAYERS = frozenset(
     "num_hidden_layers sliding_window use_sliding_window max_window_layers "
-    "sliding_window_pattern layer_types".split()
+    "sliding_window_pattern layer_types no_rope_layers no_rope_layer_interval".split()
 )
 # Fields that older and newer versions write in the place of ours.
 _REPLACED = ("dtype", "torch_dtype", "architectures", "model_type")
@@ -57,13 +57,18 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     values = {name: family.value(name, fields) for name in table.MADE_FROM}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
-    pattern, window = _read_windows(fields, family)
-    rope = read_rope(fields, family.config_class.default_theta)
+    pattern, window = _read_layers(fields, family)
+    rope = read_rope(fields, family.thetas(fields), family.may_rotate_parts)
     if not pattern:
         rope.pop("window_rope_theta", None)
     activation = values["hidden_act"] or values["hidden_activation"]
     bias = values["attention_bias"] or False
+    output_bias = values["attention_out_bias"]
     scalar = values["query_pre_attn_scalar"] or head_dim
+    scale = float(values["attention_multiplier"] or scalar**-0.5)
+    embedding_scale = values["embedding_multiplier"] or 1
+    if family.has_scaled_embeddings:
+        embedding_scale = hidden**0.5
     return LanguageModelConfig(
         **{ours: values[name] for name, ours in _SIZES.items()},
         num_kv_heads=values["num_key_value_heads"] or heads,
@@ -71,13 +76,19 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
         norm_epsilon=float(values["rms_norm_eps"]),
         layer_pattern=pattern,
         window=window,
-        attention_scale=0.0 if scalar == head_dim else scalar**-0.5,
+        attention_scale=0.0 if scale == head_dim**-0.5 else scale,
         attention_soft_cap=float(values["attn_logit_softcapping"] or 0),
         logit_soft_cap=float(values["final_logit_softcapping"] or 0),
         activation=table.ACTIVATIONS[activation],
         tied_embeddings=values["tie_word_embeddings"],
-        embedding_scale=hidden**0.5 if family.has_scaled_embeddings else 1.0,
-        **{"qkv_bias": bias, "output_bias": bias, **family.fixed},
+        embedding_scale=float(embedding_scale),
+        logit_scale=1 / (values["logits_scaling"] or 1),
+        residual_scale=float(values["residual_multiplier"] or 1),
+        **{
+            "qkv_bias": bias,
+            "output_bias": bias if output_bias is None else output_bias,
+            **family.fixed,
+        },
         **rope,
     )
 
@@ -140,6 +151,18 @@ def context_change(fields: Mapping[str, Any], original: Mapping[str, Any]) -> st
     return "" if same else f"{LONGEST}={now}, which is {before} in the original"
 
 
+def fused(fields: Mapping[str, Any]) -> Mapping[str, str]:
+    """Returns the matrices of a config.json that lie in one tensor, and its name."""
+    return _family(text_fields(fields)).fused
+
+
+def dropouts(fields: Mapping[str, Any]) -> list[str]:
+    """Returns what a config.json trains with, and models here without."""
+    family = _family(fields := text_fields(fields))
+    found = {n: family.value(n, fields) for n in family.ignored if "dropout" in n}
+    return [f"{name}={value}" for name, value in found.items() if value]
+
+
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a config.json as that of the text model alone; others as they are.
 
@@ -183,17 +206,18 @@ def _family(fields: Mapping[str, Any]) -> Family:
 def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
     """Returns a complaint for each field that is wrong."""
     found = []
-    unknown = fields.keys() - {*table.MADE_FROM, *table.ONE_VALUE, *table.HARMLESS}
+    harmless = {*table.HARMLESS, *family.ignored}
+    unknown = fields.keys() - {*table.MADE_FROM, *table.ONE_VALUE, *harmless}
     for name, value in fields.items():
-        if value is None or name in unknown or name in table.HARMLESS:
+        if value is None or name in unknown or name in harmless:
             continue
         text = f"{name}={short(value)}"
-        if name in table.ONE_VALUE:
+        if name in table.ONE_VALUE and name not in family.older:
             only, remedy = table.ONE_VALUE[name]
             if not _is_same(value, only):
                 found.append(f"{text} (only {only!r}: {remedy})")
         elif name in family.fields:
-            if not table.MADE_FROM[name].is_right(value):
+            if not table.MADE_FROM[name].is_right(family.value(name, fields)):
                 found.append(f"{text} ({table.MADE_FROM[name].needed})")
         else:
             nothing = [family.always.get(name)]
@@ -220,6 +244,7 @@ def _is_same(value: Any, other: Any) -> bool:
 def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
     """Returns the fields of config.json that the family's models are made from."""
     activation = _THEIR_ACTIVATIONS[config.activation]
+    scale = config.attention_scale or config.head_dim**-0.5
     fields = {
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -228,14 +253,17 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": activation,
         "hidden_activation": activation,
-        "attention_bias": config.output_bias,
-        "query_pre_attn_scalar": round(
-            config.attention_scale**-2 if config.attention_scale else config.head_dim
-        ),
+        "attention_bias": config.qkv_bias,
+        "attention_out_bias": config.output_bias,
+        "query_pre_attn_scalar": round(scale**-2),
+        "attention_multiplier": scale,
+        "embedding_multiplier": config.embedding_scale,
+        "logits_scaling": float(f"{1 / config.logit_scale:.12g}"),
+        "residual_multiplier": config.residual_scale,
         "attn_logit_softcapping": config.attention_soft_cap or None,
         "final_logit_softcapping": config.logit_soft_cap or None,
-        **_window_fields(config.num_layers, config.layer_pattern, config.window),
-        **rope_fields(config),
+        **_layer_fields(config.num_layers, config.layer_pattern, config.window),
+        **rope_fields(config, family.has_rope_of_kinds),
     }
     if not config.window and "layer_types" in family.fields:
         # None has a window, as the layers say: the size is what it would be.
@@ -262,7 +290,7 @@ def _differences(written: Mapping[str, Any], config: LanguageModelConfig) -> lis
     ]
 
 
-def _read_windows(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
+def _read_layers(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
     """Returns the kinds of the layers, which repeat, and the window; or "" and 0.
 
     transformers' config class makes types of layers of the fields of any version.
@@ -278,38 +306,47 @@ def _read_windows(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
         n: family.value(n, said) for n in said.keys() & _OF_LAYERS & family.fields
     }
     layers, types = fields["num_hidden_layers"], fields.get("layer_types")
-    if types is not None and len(types) != layers:
-        raise ValueError(
-            f"config.json has {len(types)} layer_types for num_hidden_layers={layers}"
-        )
+    turns = fields.get("no_rope_layers")
+    for name, found in (("layer_types", types), ("no_rope_layers", turns)):
+        if found is not None and len(found) != layers:
+            raise ValueError(
+                f"config.json has {len(found)} {name} for num_hidden_layers={layers}"
+            )
     theirs = family.config_class(**fields)
-    window = theirs.sliding_window
+    uses_windows = getattr(theirs, "use_sliding_window", True)
+    window = theirs.sliding_window if uses_windows else None
     # Mistral has a window in all layers, or none.
     kinds = getattr(theirs, "layer_types", [_KINDS["w"]] * layers)
     kinds = "".join(table.LAYER_TYPES[kind] for kind in kinds)
     if "w" not in kinds or not (window or types):
-        return "", 0
-    if not window:
+        window, kinds = 0, "f" * layers
+    elif not window:
         used = family.value("use_sliding_window", said)
         raise ValueError(
             "config.json has sliding_attention in layer_types and sliding_window="
             f"{said.get('sliding_window')}, use_sliding_window={used}: a window needs "
             "a size"
         )
+    turns = getattr(theirs, "no_rope_layers", None) or [1] * layers
+    pairs = zip(kinds, turns, strict=True)
+    kinds = "".join(kind if turn else kind.upper() for kind, turn in pairs)
+    if kinds == "f" * layers:
+        return "", 0
     lengths = range(1, layers + 1)
     found = (kinds[:n] for n in lengths if _repeated(kinds[:n], layers) == kinds)
     return next(found), window
 
 
-def _window_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
+def _layer_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
     """Returns the fields of config.json for our pattern and window, of any family."""
-    kinds = _repeated(pattern or "f", layers)
-    every = len(pattern)
+    cased = _repeated(pattern or "f", layers)
+    kinds, every = cased.lower(), len(pattern)
     fields = {
         "sliding_window": window or None,
         "use_sliding_window": "w" in kinds,
         "max_window_layers": kinds.find("w") if "w" in kinds else layers,
         "layer_types": [_KINDS[kind] for kind in kinds],
+        "no_rope_layers": [int(kind.islower()) for kind in cased],
     }
     if pattern == "w" * (every - 1) + "f":  # what older versions know
         fields["sliding_window_pattern"] = every

@@ -20,7 +20,7 @@ LARGEST = (1 << 31) - 1
 MOST_LAYERS = 1 << 16
 LAYER_TYPES = {"sliding_attention": "w", "full_attention": "f"}
 """Kinds of layers of config.json, and ours."""
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 
 
 class Kind(NamedTuple):
@@ -33,6 +33,12 @@ class Kind(NamedTuple):
 def _are_layer_types(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(kind, str) and kind in LAYER_TYPES for kind in value
+    )
+
+
+def _are_switches(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(x) is int and x in (0, 1) for x in value
     )
 
 
@@ -49,6 +55,7 @@ NUMBER = Kind(
 )
 TRUTH = Kind(lambda value: isinstance(value, bool), "true or false is needed")
 _OBJECT = Kind(lambda value: isinstance(value, dict), "an object is needed")
+_SWITCHES = Kind(_are_switches, "a list of 0 and 1 is needed")
 _TYPES = Kind(_are_layer_types, f"a list of {' and '.join(LAYER_TYPES)} is needed")
 _ACTIVATION = Kind(
     lambda value: isinstance(value, str) and value in ACTIVATIONS,
@@ -58,12 +65,14 @@ _NAMES = {
     LAYERS: "num_hidden_layers max_window_layers",
     SIZE: "vocab_size hidden_size intermediate_size num_attention_heads head_dim "
     "num_key_value_heads sliding_window sliding_window_size sliding_window_pattern "
-    "_sliding_window_pattern max_position_embeddings",
+    "_sliding_window_pattern max_position_embeddings no_rope_layer_interval",
     NUMBER: "rms_norm_eps query_pre_attn_scalar attn_logit_softcapping "
-    "final_logit_softcapping rope_theta rope_local_base_freq",
-    TRUTH: "attention_bias tie_word_embeddings use_sliding_window",
+    "final_logit_softcapping rope_theta rope_local_base_freq partial_rotary_factor "
+    "embedding_multiplier logits_scaling residual_multiplier attention_multiplier",
+    TRUTH: "attention_bias attention_out_bias tie_word_embeddings use_sliding_window",
     _OBJECT: "rope_scaling rope_parameters",
     _TYPES: "layer_types",
+    _SWITCHES: "no_rope_layers",
     _ACTIVATION: "hidden_act hidden_activation",
 }
 MADE_FROM = {name: kind for kind, names in _NAMES.items() for name in names.split()}
@@ -81,10 +90,14 @@ SAME = {
 """Other names of fields, which may say the same."""
 
 ONE_VALUE: dict[str, tuple[Any, str]] = {
-    "attention_dropout": (0, "there is no dropout here: 0 trains without"),
+    **dict.fromkeys(
+        ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"),
+        (0, "there is no dropout here: 0 trains without"),
+    ),
     "mlp_bias": (False, "feed-forwards here have no biases"),
     "partial_rotary_factor": (1, "only whole heads are rotated here"),
     "use_bidirectional_attention": (False, "models here are causal"),
+    "rope_interleaved": (False, "the pairs of RoPE are (i, i + D/2) here"),
     "use_mrope": (False, "positions here are one number"),
     "is_encoder_decoder": (False, "models here are decoders"),
     "add_cross_attention": (False, "models here are decoders"),
@@ -100,7 +113,8 @@ HARMLESS = frozenset(
     (
         # What it is, and who wrote it.
         "architectures _name_or_path name_or_path _commit_hash transformers_version "
-        "unsloth_version unsloth_fixed tokenizer_class "
+        "unsloth_version unsloth_fixed tokenizer_class is_llama_config "
+        "transformers.js_config "
         # Types of numbers: those of the tensors count. How random weights were drawn.
         "torch_dtype dtype use_bfloat16 initializer_range "
         # Ids of tokens, which the tokenizer's files give.
@@ -140,6 +154,11 @@ class Family:
     older: fields that only older versions wrote, with what a missing one says.
     may_lack: sizes that files leave out where they are transformers' defaults.
     has_scaled_embeddings: whether embeddings are multiplied by sqrt(hidden_size).
+    has_rope_of_kinds: whether RoPE is scaled in layers without a window only.
+    may_rotate_parts: of heads, with RoPE that is not scaled.
+    ignored: fields of published files that change no logits in this family.
+    activations: names of older versions, with those of today.
+    fused: matrices that lie in one tensor, by name, and the tensor.
     """
 
     model_type: str
@@ -149,6 +168,11 @@ class Family:
     older: Mapping[str, Any] = _NO_FIELDS
     may_lack: tuple[str, ...] = ()
     has_scaled_embeddings: bool = False
+    has_rope_of_kinds: bool = False
+    may_rotate_parts: bool = False
+    ignored: tuple[str, ...] = ()
+    activations: Mapping[str, str] = _NO_FIELDS
+    fused: Mapping[str, str] = _NO_FIELDS
 
     @functools.cached_property
     def config_class(self) -> Any:
@@ -169,10 +193,26 @@ class Family:
         """Returns the value of a field of config.json, or what transformers takes."""
         if said.get(name) is None and (name not in said or name not in HAVE_NULL):
             return self.older.get(name, getattr(self.config_class, name, None))
-        return said[name]
+        value = said[name]
+        is_older = name == "hidden_act" and isinstance(value, str)
+        return self.activations.get(value, value) if is_older else value
+
+    def thetas(self, said: Mapping[str, Any]) -> float | Mapping[str, float]:
+        """Returns the base of RoPE where none is said: of all layers, or of kinds."""
+        theta = self.config_class.default_theta
+        if not self.has_rope_of_kinds:
+            return theta
+        # Versions before 5 wrote one for both kinds.
+        return dict.fromkeys(("global", "local"), said.get("rope_theta") or theta)
 
 
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Matrices of some families that hold others, one below the other."""
 _GEMMA_NORMS = {"norms": "both", "norm_unit_offset": True}
+_OLMO_NORMS = {"norms": "after", "qk_norm": "all"}
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM"),
@@ -196,7 +236,32 @@ FAMILIES = (
         may_lack=("vocab_size", "num_attention_heads"),
         has_scaled_embeddings=True,
     ),
-    Family("olmo2", "Olmo2ForCausalLM", {"norms": "after", "qk_norm": "all"}),
+    Family("olmo2", "Olmo2ForCausalLM", _OLMO_NORMS),
+    Family("olmo3", "Olmo3ForCausalLM", _OLMO_NORMS, has_rope_of_kinds=True),
+    Family("ministral", "MinistralForCausalLM"),
+    Family("smollm3", "SmolLM3ForCausalLM", ignored=("max_window_layers",)),
+    Family("granite", "GraniteForCausalLM", ignored=("attention_dropout",)),
+    Family(
+        "gemma",
+        "GemmaForCausalLM",
+        {"norm_unit_offset": True},
+        may_lack=("num_attention_heads",),
+        has_scaled_embeddings=True,
+        activations={"gelu": "gelu_pytorch_tanh"},
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        ignored=("attention_dropout", "residual_dropout"),
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        older={"partial_rotary_factor": 1.0},
+        may_rotate_parts=True,
+        ignored=("original_max_position_embeddings",),
+        fused={part: whole for whole, parts in FUSED.items() for part in parts},
+    ),
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
 

@@ -7,8 +7,9 @@ RoPE (Meta's own files hold the pairs (2i, 2i + 1), and are another format).
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from flax import traverse_util
@@ -31,6 +32,7 @@ class Weight:
     input_axes: how many of the leading axes are the inputs of a matrix; 0 for a vector,
       of one or more axes here.
     is_turned: whether the matrix is stored as (outputs, inputs).
+    first: row of the tensor that it begins at, below those of other parameters.
 
     Shapes and indices below are those of one layer.
     """
@@ -39,6 +41,7 @@ class Weight:
     name: str
     input_axes: int = 0
     is_turned: bool = True
+    first: int = 0
 
     @property
     def is_stacked(self) -> bool:
@@ -58,7 +61,8 @@ class Weight:
     def stored_index(self, shape: Shape, index: Index) -> Index:
         """Returns the part of the tensor that holds this part of the parameter."""
         sides = zip(self._sides(index), self._sides(shape), strict=True)
-        return tuple(_merged(part, axes) for part, axes in sides)
+        rows, *others = (_merged(part, axes) for part, axes in sides)
+        return slice(self.first + rows.start, self.first + rows.stop), *others
 
     def from_stored(self, part: np.ndarray, shape: Shape) -> np.ndarray:
         """Views a part of the tensor as a part (of this shape) of the parameter."""
@@ -128,14 +132,25 @@ _NORMS = {
 }
 
 
-def weights_of(model: Model) -> tuple[Weight, ...]:
-    """Returns where each parameter of a language model is kept."""
+def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...]:
+    """Returns where each parameter of a language model is kept.
+
+    fused: names of matrices, such as "q_proj", and of what holds them one below the
+      other.
+    """
     norms = (
         Weight(("layers", ours, "scale"), f"{_LAYER}{theirs}.weight")
         for ours, theirs in _NORMS[model.config.norms].items()
     )
-    paths = traverse_util.flatten_dict(model.shapes).keys()
-    return tuple(w for w in (*_WEIGHTS, *norms) if w.path in paths)
+    shapes, found, rows = traverse_util.flatten_dict(model.shapes), [], Counter()
+    for weight in (w for w in (*_WEIGHTS, *norms) if w.path in shapes):
+        module = weight.name.split(".")[-2]
+        if whole := fused.get(module):
+            name = weight.name.replace(module, whole)
+            weight = replace(weight, name=name, first=rows[name])
+            rows[name] += weight.stored_shape(shapes[weight.path].shape[1:])[0]
+        found.append(weight)
+    return tuple(found)
 
 
 def text_name(name: str) -> str | None:
@@ -161,7 +176,8 @@ def stored_shapes(
         shape = shapes[weight.path].shape
         shape = shape[1:] if weight.is_stacked else shape
         names = weight.names(model.config.num_layers)
-        stored |= dict.fromkeys(names, weight.stored_shape(shape))
+        rows, *others = weight.stored_shape(shape)
+        stored |= dict.fromkeys(names, (weight.first + rows, *others))
     return stored
 
 

@@ -10,7 +10,7 @@ from models.sizes import LanguageModelConfig
 from tools.lib.hf.fields import LAYER_TYPES, NUMBER, SIZE, TRUTH
 
 _WINDOW, _FULL = LAYER_TYPES
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, _PART = "original_max_position_embeddings", "partial_rotary_factor"
 # The fields that each scaling must have, and those that it may lack.
 _NEEDED = {
     "default": (),
@@ -24,7 +24,9 @@ _KINDS = {int: SIZE, float: NUMBER, bool: TRUTH}
 
 
 def read_rope(
-    said: Mapping[str, Any], theta: float | Mapping[str, float]
+    said: Mapping[str, Any],
+    theta: float | Mapping[str, float],
+    may_be_partial: bool = False,
 ) -> dict[str, Any]:
     """Returns `rope_theta` and `rope_scaling` of a model, and its `window_rope_theta`.
 
@@ -33,6 +35,8 @@ def read_rope(
     said: fields of config.json.
     theta: transformers' `default_theta`: of all layers, or of "global" and of "local"
       ones, which have a window.
+    may_be_partial: whether a part of each head may be rotated, by RoPE that is not
+      scaled then: the result has its `rotary_fraction`.
 
     Raises:
       ValueError: a scaling that a model here has not, or fields that contradict each
@@ -40,9 +44,10 @@ def read_rope(
     """
     given = said.get("rope_parameters") or {}
     longest = said.get("max_position_embeddings")
-    places = [{"rope_theta": said.get("rope_theta")}, said.get("rope_scaling")]
+    own = {name: said.get(name) for name in ("rope_theta", _PART)}
+    places = [own, said.get("rope_scaling")]
     if not isinstance(theta, Mapping):
-        return _read([*places, given], theta, longest)
+        return _read([*places, given], theta, longest, may_be_partial)
     kinds = {type(rope) for rope in given.values()}
     if given.keys() - {_FULL, _WINDOW} or kinds - {dict, type(None)}:
         raise ValueError(
@@ -60,7 +65,12 @@ def read_rope(
     return ours | {"window_rope_theta": 0.0 if ours == local else local["rope_theta"]}
 
 
-def _read(places: Sequence[Any], theta: float, longest: int | None) -> dict[str, Any]:
+def _read(
+    places: Sequence[Any],
+    theta: float,
+    longest: int | None,
+    may_be_partial: bool = False,
+) -> dict[str, Any]:
     """Returns base and scaling, said in several places.
 
     theta: the base where none is said.
@@ -75,22 +85,23 @@ def _read(places: Sequence[Any], theta: float, longest: int | None) -> dict[str,
                     f"config.json has {short(name)} twice, as {short(rope[name])} "
                     f"and {short(value)}"
                 )
-    theta = rope.pop("rope_theta", theta)
-    if rope.pop("partial_rotary_factor", 1) != 1:
+    theta, part = rope.pop("rope_theta", theta), rope.pop(_PART, 1)
+    known = {"default"} if may_be_partial else _NEEDED
+    if part != 1 and not may_be_partial:
         raise ValueError(
             "config.json has a partial_rotary_factor: only whole heads are rotated here"
         )
     kind = rope.pop("rope_type", None if rope else "default")
-    if not isinstance(kind, str) or kind not in _NEEDED:
+    if not isinstance(kind, str) or kind not in known:
         raise ValueError(
-            f"config.json has RoPE scaling {short(kind)} (only {', '.join(_NEEDED)})"
+            f"config.json has RoPE scaling {short(kind)} (only {', '.join(known)})"
         )
     if kind == "yarn" and longest is not None:
         rope.setdefault(_ORIGINAL, longest)
     unknown = rope.keys() - {*_NEEDED[kind], *_OPTIONAL.get(kind, ())}
     wrong = [f"with {short(n)}, which models here have not" for n in sorted(unknown)]
     wrong += [f"without {name}" for name in _NEEDED[kind] if name not in rope]
-    for name, value in {"rope_theta": theta, **rope}.items():
+    for name, value in {"rope_theta": theta, _PART: part, **rope}.items():
         right = _KINDS[_TYPES.get(name, float)]
         if name not in unknown and not right.is_right(value):
             wrong.append(f"with {name}={short(value)} ({right.needed})")
@@ -98,11 +109,15 @@ def _read(places: Sequence[Any], theta: float, longest: int | None) -> dict[str,
         raise ValueError(f"config.json has RoPE scaling {kind!r} {', '.join(wrong)}")
     scaling = {name: _TYPES[name](value) for name, value in rope.items()}
     scaling["rope_type"] = "none" if kind == "default" else kind
-    return {"rope_theta": float(theta), "rope_scaling": RopeScaling(**scaling)}
+    found = {"rope_theta": float(theta), "rope_scaling": RopeScaling(**scaling)}
+    return found | ({"rotary_fraction": float(part)} if may_be_partial else {})
 
 
-def rope_fields(config: LanguageModelConfig) -> dict[str, Any]:
-    """Returns the RoPE fields of `config.json` for ours: undoes `read_rope`."""
+def rope_fields(config: LanguageModelConfig, of_kinds: bool) -> dict[str, Any]:
+    """Returns the RoPE fields of `config.json` for ours: undoes `read_rope`.
+
+    of_kinds: whether to say it of each kind of layers, too.
+    """
     theta, scaling = config.rope_theta, config.rope_scaling
     kind, fields = scaling.rope_type, None
     if kind in _NEEDED:
@@ -113,12 +128,17 @@ def rope_fields(config: LanguageModelConfig) -> dict[str, Any]:
         if fields.get("truncate"):
             del fields["truncate"]  # what versions do that lack it
     local = config.window_rope_theta or theta
-    return {"rope_theta": theta, "rope_scaling": fields, "rope_local_base_freq": local}
+    found = {"rope_theta": theta, "rope_scaling": fields, "rope_local_base_freq": local}
+    if of_kinds:
+        plain = {"rope_type": "default"}
+        full = {**(fields or plain), "rope_theta": theta}
+        found["rope_parameters"] = {_FULL: full, _WINDOW: plain | {"rope_theta": local}}
+    return found | {_PART: config.rotary_fraction}
 
 
 def without_ntk(config: LanguageModelConfig) -> LanguageModelConfig:
     """Returns the same model, its "ntk" scaling as the base that it is."""
-    scaling, head_dim = config.rope_scaling, config.head_dim
+    scaling, head_dim = config.rope_scaling, config.rotary_dim
     if scaling.rope_type != "ntk":
         return config
     theta = config.rope_theta * scaling.factor ** (head_dim / (head_dim - 2))
