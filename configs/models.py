@@ -158,7 +158,8 @@ def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     )
     if place in _HOSTS:
         config.update(fine_tune.LORA)
-    if place == "v4" or name == "gemma3_12b/v6e":  # 32 GiB a chip
+    # 32 GiB a chip, or 16.
+    if place in ("v4", "v5e", "v5e_8k") or name == "gemma3_12b/v6e":
         config.remat = "nothing"
     if place == "v4":
         config.attention_parts = 4

@@ -149,14 +149,25 @@ def test_what_pefts_files_would_not_say_is_exported_merged_only(runs, tmp_path):
     said = r"\(rope_scaling.factor: saved 8.0, this run 4.0\): export it merged, wi"
     with pytest.raises(ValueError, match=said):
         adapted.check_alone(changed, {})
-    like = {"model_type": "gemma3", "text_config": hf_models.fields("gemma3")}
-    (tmp_path / "config.json").write_text(json.dumps(like))
+    images = {"model_type": "gemma3", "text_config": hf_models.fields("gemma3")}
     options = FILE | {"original": tmp_path, "adapter_only": True}
-    with pytest.raises(
-        ValueError, match="other names than the adapters.: export it merged, wit"
-    ):
-        export_model(config.workdir, tmp_path / "out", partition, **options)
+    for like in images, hf_models.fields("phi3"):
+        (tmp_path / "config.json").write_text(json.dumps(like))
+        said = f"{like['model_type']}' have other names .*: export it merged, wit"
+        with pytest.raises(ValueError, match=said):
+            export_model(config.workdir, tmp_path / "out", partition, **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_are_all_may_be_listed_and_fused_matrices_are_refused():
+    fields = json.loads((DIRECTORY / "olmo2" / adapters.CONFIG).read_text())
+    names = [*load_file(DIRECTORY / "olmo2" / adapters.TENSORS)]
+    lora = adapters.read_lora(fields, names, 2)
+    listed = fields | {"layers_to_transform": [0, 1]}
+    assert adapters.read_lora(listed, names, 2) == lora
+    fused = [name.replace("gate_proj", "gate_up_proj") for name in names]
+    with pytest.raises(ValueError, match="adapters of gate_up_proj, of which models"):
+        adapters.read_lora(fields, fused, 2)
 
 
 @pytest.mark.parametrize(("changes", "said"), pairs("adapter_configs.txt"))
