@@ -85,6 +85,8 @@ def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
     is_alone = len(found) == 1 and not rings_both_ways(chip.device_kinds[0])
     if is_alone or is_refused:
         return found
+    if not any(row.k_start.any() for row in run.rows):  # documents as long as rows
+        found = [one for one in found if not one.count_steps]
     return ranked(found, functools.partial(attention_seconds, run), chip)
 
 
