@@ -153,8 +153,7 @@ class CachedAttention:
 
         keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
         visible: k_start, k_end int32 (B or 1, m), half-open interval of the key indices
-          that each query attends to; an empty one gives zeros. Or several that share no
-          key, (intervals, B or 1, m).
+          of each query; an empty one gives zeros. Or several, (intervals, B or 1, m).
         sinks: (H,), as in `one_device.attention`.
 
         All slots must be finite, free ones too: see `masks`.
@@ -165,8 +164,8 @@ class CachedAttention:
         check_operands(
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
         )
-        intervals = check_visible(q, visible).intervals()
-        bounds = tuple(clipped(x, MOST_TOKENS) for x in intervals)
+        visible = check_visible(q, visible).intervals()
+        bounds = tuple(clipped(x, MOST_TOKENS) for x in visible)
         if keys.shape != values.shape or index.shape != keys.shape[1:3]:
             raise ValueError(
                 "keys and values must be (Y, B, S, K, D) and index (B, S), got "
@@ -195,8 +194,7 @@ class CachedAttention:
             return out.astype(q.dtype)
 
         stack, queries = self._stack(keys), self._whole(keys)
-        rows = self._axes.batch if bounds[0].shape[1] > 1 else None
-        rows = PartitionSpec(None, rows)
+        rows = PartitionSpec(None, self._axes.batch if len(bounds[0][0]) > 1 else None)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
         specs = queries, stack, stack, slots, rows, PartitionSpec(), heads

@@ -130,12 +130,9 @@ class MeshShape:
     def abstract_mesh(self, kind: str | None = None) -> AbstractMesh:
         """Makes a mesh of devices that need not be there, of a kind if it is known."""
         platform = "tpu" if kind and kind.startswith("TPU") else "gpu"
-        return AbstractMesh(
-            tuple(self.axes.values()),
-            tuple(self.axes),
-            (AxisType.Auto,) * len(self.axes),
-            abstract_device=kind and AbstractDevice(kind, None, platform),
-        )
+        device = kind and AbstractDevice(kind, None, platform)
+        sizes, types = tuple(self.axes.values()), (AxisType.Auto,) * len(self.axes)
+        return AbstractMesh(sizes, tuple(self.axes), types, abstract_device=device)
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:

@@ -149,7 +149,7 @@ UNIONS: dict[str, Callable[[int, int], Mask]] = {
     },
     **{name: lambda length, padded, of=of: of() for name, of in LIBRARY.items()},
 }
-"""Of so many tokens, and of these with padding, as `MASKS` of `attention`."""
+"""Of a number of tokens, and of these with padding, as `MASKS` of `attention`."""
 
 
 def shown(name: str, tokens: int) -> np.ndarray:
