@@ -59,13 +59,14 @@ def over_least(layout: Layout, ring: int, rows: list[Row], tile: int) -> float:
     return tiles * tile**2 * ring / sum(row.pairs for row in rows)
 
 
+@pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize(
     "ring, tokens, kind, tile, most, stripes_of_one",
     [
-        (64, 2**19, "log 1024", 256, 2.0, 15),
-        (64, 2**19, "log 8192", 256, 1.25, 2.2),
         (16, 2**18, "magi 196608", 512, 1.25, 1.6),
+        (64, 2**19, "log 1024", 256, 2.0, 15),
         (16, 2**18, "magi 16384", 512, 1.9, 6),
+        (64, 2**19, "log 8192", 256, 1.25, 2.2),
     ],
 )
 def test_stripes_as_wide_as_tiles_are_near_the_least_work(
