@@ -22,15 +22,19 @@ def start_lines(run: Run) -> Iterator[str]:
     if run.model.frozen_shapes:
         model += f", {run.num_trained:,} of them trained (adapters)"
     model += f", {config.attention} attention"
-    for line in (
-        model,
-        f"memory: {run.execution}",
-        padding_line(run),
-        layout_line(run),
-    ):
-        yield from textwrap.wrap(
-            line, 100, subsequent_indent="  ", break_on_hyphens=False
-        )
+    yield from _wrapped(model)
+    yield from _wrapped(f"memory: {run.execution}")
+    yield from row_lines(run)
+
+
+def row_lines(run: Run) -> Iterator[str]:
+    """Yields the lines on what rows cost, and on their layout, if there are any."""
+    yield from _wrapped(padding_line(run))
+    yield from _wrapped(layout_line(run))
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def padding_line(run: Run) -> str:
@@ -61,12 +65,12 @@ def layout_line(run: Run) -> str:
         what = f"{len(run.rows)} rows drawn from the corpus with seed {SEED}"
     what = f"by estimated seconds of attention on {what}"
     if config.attention == AUTO:
-        others = ", ".join(
-            f"{name} {seconds / least:.2f} x"
+        others = (
+            f"; {name} {seconds / least:.2f} x"
             for name, seconds in found.items()
             if name != mine
         )
-        return f"layout: {mine}, {what}; {others}"
+        return f"layout: {mine}, {what}" + "".join(others)
     if found.get(mine, least) <= WORTH * least:
         return ""
     return (

@@ -41,7 +41,8 @@ import ml_collections
 from kernels import layouts
 from models.memory import NEXT
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
-from tasks.layout_advice import padding_line
+from tasks.layout_advice import row_lines
+from tasks.layout_choice import typical_rows
 from tasks.task import make_run
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
@@ -219,8 +220,9 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
             plan = fit_remat(config, pod, documents)
         else:
             plan = compiled_plan(config, pod, documents)
-        padding = padding_line(make_run(config, pod.devices))
-        print("\n".join([*describe(plan), *filter(None, [padding])]))
+        rows = typical_rows(config, documents)
+        lines = row_lines(make_run(config, pod.devices, rows))
+        print("\n".join([*describe(plan), *lines]))
         if earlier:
             names = options.compare.stem[:12], "this plan"
             print("\n".join(compare(names, (earlier, plan))))
