@@ -13,6 +13,7 @@ import pytest
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.sizes import LanguageModelConfig
 from tasks import systems
+from tasks.layout_choice import typical_rows
 from tasks.text import TextRun
 from tools import plan_pod
 from tools.lib.compiled import pods
@@ -113,7 +114,10 @@ def test_work_and_estimate_are_of_one_causal_document(plan):
 
 @pytest.mark.thorough
 def test_packed_documents_are_less_work_in_the_same_program(step, compiled, plan):
-    packed = dataclasses.replace(step, documents=(CONTEXT // 4,))
+    documents = (CONTEXT // 4,)
+    rows = typical_rows(step.run.config, documents)
+    run = dataclasses.replace(step.run, given_rows=rows)
+    packed = dataclasses.replace(step, run=run, documents=documents)
     with mock.patch.object(Step, "compile", lambda step: compiled):
         packed = Plan.of(packed)
     pairs = 4 * (CONTEXT // 4) * (CONTEXT // 4 + 1) / 2
