@@ -157,8 +157,8 @@ FIELDS = dict(
         # those of its steps, padded to it at the end.
         context_tokens=4096,
         batch_rows=8,  # rows of context_tokens in a step, over all devices
-        # Steps whose rows are dealt to these steps by their work, so that rings beside
-        # each other (mesh.data, mesh.fsdp) take as long; 16, say. 0: rows as drawn.
+        # Steps whose rows are assigned to these steps by their work, so that rings
+        # beside each other (mesh.data, mesh.fsdp) take as long; 16, say. 0: as drawn.
         balanced_steps=0,
         threads=4,  # threads that read ahead; 0: rows are read when a step needs them
         # Compare the digests of files above 256 MiB too at the start, which reads them

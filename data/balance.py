@@ -35,7 +35,7 @@ class Balanced:
         drawn, window = self.order.sequence(rows), self.steps * self.batch_rows
 
         @functools.lru_cache(maxsize=2)  # threads read ahead into the next window
-        def dealt(number: int) -> np.ndarray:
+        def assigned(number: int) -> np.ndarray:
             places = range(number * window, min((number + 1) * window, len(drawn)))
             found = np.array([drawn[place] for place in places])
             whole = len(found) // self.batch_rows * self.batch_rows
@@ -51,7 +51,7 @@ class Balanced:
 
         def row(place: int) -> int:
             number, inside = divmod(place, window)
-            return int(dealt(number)[inside])
+            return int(assigned(number)[inside])
 
         return grain.MapDataset.range(len(drawn)).map(row)
 

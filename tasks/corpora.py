@@ -81,7 +81,7 @@ def identify(config: ConfigDict) -> tuple[str, str, str]:
 def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowOrder]:
     """Returns the rows of a split, and their order: shuffled to train, else in order.
 
-    Rows to train on are dealt to steps by their work, where the config says so.
+    Rows to train on are assigned to steps by their work, where the config says so.
 
     Raises:
       FileNotFoundError, ValueError: a corpus is missing or damaged, has tokens that a

@@ -39,7 +39,7 @@ def typical_rows(
     """Returns rows alike those of a run.
 
     documents: lengths of those packed in a row, repeated; () for rows drawn from the
-      corpora that the config names, or of one document where there are none. What is
+      corpora that the config names, or of one document without corpora. What is
       wrong with corpora is found where their rows are read.
     """
     tokens, mask = config.data.context_tokens, document_mask(config)
@@ -76,6 +76,8 @@ def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
     is_tail = config.remat == "tail"
     if (every or config.attention == AUTO) and config.task == "text":
         layouts = layouts_of(run.row_parts, config.data.context_tokens)
+        if config.attention != AUTO and run.system.layout not in layouts:
+            layouts.append(run.system.layout)  # which may need more padding
         if is_tail:  # of halves that all begin the sequence
             layouts = [x for x in layouts if isinstance(x, Striped)]
     is_packed = config.task == "text" and config.data.rows != "documents"

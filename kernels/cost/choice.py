@@ -131,7 +131,7 @@ def choose_layout(
       layer's ring, forward and backward, on a row.
 
     Raises:
-      ValueError: there are no rows, or they have different lengths.
+      ValueError: documents are empty, or rows of different lengths.
     """
     whole_number("ring_size", ring_size, 1)
     lengths = {sum(row) for row in documents}

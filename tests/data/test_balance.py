@@ -1,4 +1,4 @@
-"""Rows dealt to steps by their work: which rows, and that rings wait less."""
+"""Rows assigned to steps by their work: which rows, and that rings wait less."""
 
 import numpy as np
 import pytest
@@ -45,10 +45,10 @@ def read(plan, order, first=0, count=COUNT):
 
 def test_windows_have_the_rows_as_drawn_and_steps_have_neighbours_by_work(ordered):
     plan, *orders = ordered
-    drawn, dealt = (read(plan, each).reshape(WINDOWS, WINDOW) for each in orders)
-    np.testing.assert_array_equal(np.sort(dealt), np.sort(drawn))
+    drawn, assigned = (read(plan, each).reshape(WINDOWS, WINDOW) for each in orders)
+    np.testing.assert_array_equal(np.sort(assigned), np.sort(drawn))
     turns = set()
-    for rows in dealt:
+    for rows in assigned:
         work = np.array([plan.work(row) for row in rows]).reshape(STEPS, BATCH)
         turn = np.argsort(work.sum(axis=1))
         assert (work.max(axis=1)[turn][:-1] <= work.min(axis=1)[turn][1:]).all()

@@ -63,7 +63,7 @@ class TileNumbers(NamedTuple):
         return jnp.int32(NONE) if self.first_ends is None else self.first_ends[tile]
 
     def diagonals(self, blocks: TpuBlocks, block_q: int, has_all: bool) -> Diagonals:
-        """Returns `Diagonals.of` these, without a base where there are no numbers."""
+        """Returns `Diagonals.of` these, without a base where numbers are missing."""
         found = Diagonals.of(blocks, block_q, has_all)
         return found._replace(bases=()) if self.first_ends is None else found
 
