@@ -11,9 +11,10 @@ class Batch(NamedTuple):
     tokens: int32 (B, T), what the model reads; 0 on padding.
     targets: int32 (B, T), the token that follows; 0 where nothing does.
     loss_weights: float32 (B, T), 0 where the target counts for nothing.
-    positions: int32 (B, T), place of the token in its own document, from 0.
+    positions: int32 (B, T), place of the token in its own document, or tree, from 0.
     k_start, k_end: int32 (B, T), half-open interval of the indices in the row that the
-      token attends to; empty on padding (see kernels/masks.py).
+      token attends to, or (B, T, m) for m intervals; empty on padding (see
+      kernels/masks.py).
     """
 
     tokens: np.ndarray

@@ -21,6 +21,7 @@ import numpy as np
 
 from data.batch import Batch, Block
 from data.document_mask import DocumentMask
+from data.row_trees import RowTrees
 from data.text.token_file import TokenFile
 from kernels.layouts import Layout, order, padded_length
 
@@ -52,6 +53,8 @@ class CorpusRows(ABC):
     corpus: whose tokens they hold.
     length: tokens in a row, or fewer and padding.
     mask: which tokens of its own document a token sees.
+    intervals: of keys that a token sees, of which some may be empty; more than 1 with
+      trees, in whole documents.
 
     Raises:
       ValueError: the corpus has no row of this length.
@@ -60,6 +63,7 @@ class CorpusRows(ABC):
     corpus: TokenFile
     length: int
     mask: DocumentMask = DocumentMask()
+    intervals: int = 1
 
     def __post_init__(self):
         if self.length < 1:
@@ -87,42 +91,54 @@ class CorpusRows(ABC):
 
     def read(self, row: int, index: np.ndarray) -> Batch:
         """Reads tokens of a row, as `RowPlan.read`."""
-        begin, bounds = self._bounds(row)
-        size = int(bounds[-1])
-        document = np.searchsorted(bounds[:-1], index, side="right") - 1
-        first = bounds[document].astype(np.int32)
-        end = bounds[document + 1].astype(np.int32)
-        is_real, successor = index < min(size, self.length), index + 1
-        k_start, k_end = self.mask.bounds(index, first, np.minimum(end, self.length))
-        positions = np.where(is_real, index - first, 0)
-        pairs = np.stack([index, successor], axis=1)
+        begin, trees = self._trees(row)
+        bounds, size = trees.bounds, int(trees.bounds[-1])
+        part = np.searchsorted(bounds[:-1], index, side="right") - 1
+        first, end = (x[part].astype(np.int32) for x in (bounds[:-1], bounds[1:]))
+        is_real = index < min(size, self.length)
+        positions = np.where(is_real, index - first + trees.depths[part], 0)
+        if self.intervals > 1:
+            k_start, k_end = trees.visible(index, self.intervals)
+        else:
+            k_start, k_end = self.mask.bounds(index, first, end.clip(max=self.length))
+        pairs = np.stack([index, index + 1], axis=1)
         places = begin + np.minimum(pairs, size - 1, dtype=np.int64)
+        has_target = (index + 1 < end) | (trees.goes_on[part] & is_real)
         # A token of the prefix would see its target there.
-        has_target = (successor < end) & (positions + 1 >= self.mask.prefix)
-        has_target &= self.corpus.is_supervised(places[:, 1])
+        has_target &= positions + 1 >= self.mask.prefix
+        weights = self.corpus.weights(places[:, 1])
         tokens, targets = self.corpus.ids(places).T
+        is_seen, behind = is_real, index
+        if k_start.ndim > 1:
+            is_seen, behind = is_real[:, None], index[:, None]
         return Batch(
             tokens=np.where(is_real, tokens, 0),
-            targets=np.where(successor < size, targets, 0),
-            loss_weights=has_target.astype(np.float32),
-            positions=positions,
-            k_start=np.where(is_real, k_start, index),
+            targets=np.where(index + 1 < size, targets, 0),
+            loss_weights=np.where(has_target, weights, np.float32(0)),
+            positions=positions.astype(np.int32),
+            k_start=np.where(is_seen, k_start, behind),
             k_end=k_end,
         )
 
     def work(self, row: int) -> int:
         """Counts the pairs of a query and a key that the row's mask shows."""
-        bounds = np.minimum(self._bounds(row)[1], self.length)
+        _, trees = self._trees(row)
+        if self.intervals > 1:
+            return trees.pairs
+        bounds = np.minimum(trees.bounds, self.length)
         return int(self.mask.pairs(np.diff(bounds)).sum())
 
-    def _bounds(self, row: int) -> tuple[int, np.ndarray]:
-        """Returns where the row begins, and from there where its documents do; its end.
+    def _trees(self, row: int) -> tuple[int, RowTrees]:
+        """Returns where the row begins, and from there its trees: its documents.
 
-        The target of the last token is in it.
+        The target of the last token is in them.
         """
         (begin, stop), starts = self.span(row), self.corpus.starts
+        if self.corpus.segments is not None:
+            return begin, RowTrees.of(self.corpus.segments, begin, stop)
         inner = starts[slice(*starts.searchsorted((begin + 1, stop)))]
-        return begin, np.r_[begin, inner, stop] - begin
+        bounds = np.r_[begin, inner, stop] - begin
+        return begin, RowTrees(bounds, np.full(bounds.size - 1, -1))
 
 
 class PackedRows(CorpusRows):

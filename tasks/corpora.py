@@ -1,5 +1,6 @@
 """The corpora that `config.data.corpus` names: one, or several with their shares."""
 
+import functools
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -77,6 +78,15 @@ def identify(config: ConfigDict) -> tuple[str, str, str]:
     return "data.corpus", one, "; ".join(filter(None, notes))
 
 
+def intervals(config: ConfigDict) -> int:
+    """Returns how many intervals of keys a token sees, at most: more than 1 with trees.
+
+    Raises:
+      FileNotFoundError, ValueError: a corpus is missing or damaged.
+    """
+    return max((token_file.intervals(Path(name)) for name in named(config)), default=1)
+
+
 @names_fields
 def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowOrder]:
     """Returns the rows of a split, and their order: shuffled to train, else in order.
@@ -95,8 +105,12 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     for corpus in corpora:
         corpus.check_vocabulary(vocab_size)
     order = Shuffled(config.seed) if split == "train" else InOrder()
-    cut, mask = ROW_PLANS[config.data.rows], document_mask(config)
-    plans = [cut(corpus, config.data.context_tokens, mask) for corpus in corpora]
+    tokens, mask = config.data.context_tokens, document_mask(config)
+    most = max(corpus.intervals for corpus in corpora)
+    if most > 1:
+        _check_trees(config)
+    cut = functools.partial(ROW_PLANS[config.data.rows], length=tokens, mask=mask)
+    plans = [cut(corpus, intervals=most) for corpus in corpora]
     plan = plans[0]
     if len(plans) > 1:
         check_alike(corpora)
@@ -105,3 +119,20 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     if split == "train" and (steps := config.data.balanced_steps):
         order = Balanced(order, plan.work, config.data.batch_rows, steps)
     return plan, order
+
+
+def _check_trees(config: ConfigDict) -> None:
+    """Refuses rows of trees that are cut, and windows, which would count branches."""
+    window, tokens = config.model.window, config.data.context_tokens
+    wrong = ""
+    if config.data.rows != "whole":
+        wrong = f'{config.data.rows=} must be "whole"'
+    elif config.mask != "causal":
+        wrong = f'{config.mask=} must be "causal"'
+    elif 0 < window < tokens:
+        wrong = f"config.model.window={window} must be {tokens} tokens, a row's, or more"
+    if wrong:
+        raise ValueError(
+            f"{wrong} with config.data.corpus={config.data.corpus!r}, which has trees: "
+            "prepare the corpus with --apart to have none"
+        )

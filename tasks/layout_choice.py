@@ -52,7 +52,7 @@ def typical_rows(
         size = max(1, min(DRAWN, MOST_TOKENS // tokens))
         numbers = np.random.default_rng(SEED).integers(plan.rows, size=size)
         read = (plan.read(int(number), index) for number in numbers)
-        return tuple(_row(mask, batch.k_start, batch.k_end) for batch in read)
+        return tuple(_row(mask, batch.k_start.T, batch.k_end.T) for batch in read)
     first, end = document_spans(documents, index, tokens)
     bounds = (bound.astype(np.int32) for bound in mask.bounds(index, first, end))
     return (_row(mask, *bounds),)

@@ -61,13 +61,22 @@ class TextRun(Run):
 
     @functools.cached_property
     def batch_like(self) -> Batch:
-        """Shape, dtype and sharding of a batch's arrays, [B, T]."""
+        """Shape, dtype and sharding of a batch's arrays, [B, T] or [B, T, m]."""
 
-        def array(dtype: type) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.sharding)
+        def array(dtype: type, *more: int) -> jax.ShapeDtypeStruct:
+            shape = *self.shape, *more
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
         arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
+        if (count := self.intervals) > 1:
+            arrays |= dict.fromkeys(("k_start", "k_end"), array(jnp.int32, count))
         return Batch(**arrays | {"loss_weights": array(jnp.float32)})
+
+    @property
+    def intervals(self) -> int:
+        """Intervals of keys that a token sees, m."""
+        given = [row.intervals for row in self.given_rows]
+        return max(given) if given else corpora.intervals(self.config)
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -102,9 +111,7 @@ class TextRun(Run):
 
         def loss_sum(parameters: Any, batch: Batch, rest: Any = None) -> jax.Array:
             module = nnx.merge(model.structure, joined(parameters, rest or {}))
-            see_visible = functools.partial(
-                attend, visible=Visible(batch.k_start, batch.k_end)
-            )
+            see_visible = functools.partial(attend, visible=visible(batch))
             hidden = module(batch.tokens, batch.positions, see_visible)
             predicted = hidden, module.head_weight(), batch.targets, batch.loss_weights
             logits = model.config.logits
@@ -164,6 +171,14 @@ class TextRun(Run):
         held_out = self.batches("validation")
         wanted = min(self.config.train.validation_batches, len(held_out))
         return [held_out[i] for i in range(wanted)]
+
+
+def visible(batch: Batch) -> Visible:
+    """Returns what the tokens of a batch see, [B, T] or [m, B, T]."""
+    bounds = batch.k_start, batch.k_end
+    if batch.k_start.ndim == 3:
+        bounds = (jnp.moveaxis(bound, -1, 0) for bound in bounds)
+    return Visible(*bounds)
 
 
 @names_fields

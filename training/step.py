@@ -33,9 +33,12 @@ class Counts(NamedTuple):
 def count_tokens(batch: Any, windows: Sequence[int] = (0,)) -> Counts:
     """Counts a batch with `loss_weights`, `positions`, `k_start` and `k_end`, [B, T].
 
+    The last two may be [B, T, m], of intervals that share no key.
+
     windows: of the layers: tokens that a query sees; 0 for all that the batch shows it.
     """
     seen = (batch.k_end - batch.k_start).clip(0)
+    seen = seen.reshape(*batch.positions.shape, -1).sum(-1)
     behind = jnp.minimum(seen, batch.positions + 1)  # a window shows nothing ahead
     tokens = (seen > 0).sum(dtype=jnp.float32)
     pairs = mean_pairs(seen, behind, windows)

@@ -25,7 +25,7 @@ import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 
-from data.text.corpus import Document
+from data.text.prefix_tree import Document, as_mask
 from data.text.tokenizer import Tokenizer
 from data.text.tokenizer_files import read_chat_template
 
@@ -62,12 +62,12 @@ class _Rendered:
     """A conversation as text.
 
     mark: to be taken out of the text that is between special tokens.
-    replies: where in the text they begin, and whether each is learned.
+    replies: where in the text they begin, and the weight of each's loss.
     """
 
     text: str
     mark: str
-    replies: Mapping[int, bool]
+    replies: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class _Piece:
 
     text: "" for a token. token: None for a text.
     prompt: the text's part before a reply, if one begins in it.
-    learns: whether all behind it has a loss.
+    weight: of the loss of all behind it.
     """
 
     text: str
     token: int | None
     prompt: str
-    learns: bool
+    weight: float
 
 
 class ChatTemplate:
@@ -119,27 +119,34 @@ class ChatTemplate:
         begun = {"role": "assistant", "content": reply}
         (*messages, begun), mark = self._marked([*messages, begun])
         text = self._render(messages, asks=True)
-        places = _places(text, self._prompts(messages).values()) | {len(text): False}
+        places = _places(text, self._prompts(messages).values()) | {len(text): 0.0}
         return self._encode(_Rendered(text + begun["content"], mark, places)).tokens
 
-    def documents(self, messages: Sequence[Message]) -> list[Document]:
+    def documents(
+        self, messages: Sequence[Message], weights: Sequence[float] = ()
+    ) -> list[Document]:
         """Encodes a conversation that ends with a reply, and finds the replies.
 
         It is one document. But where a template writes earlier turns otherwise than it
         wrote them as the last, as without their thoughts, replies are learned in
         documents of their own, which end with them.
 
+        weights: of each reply's loss; () for 1.
+
         Raises:
           ValueError: the template refuses the conversation.
         """
-        return [self._encode(rendered) for rendered in self._rendered(messages)]
+        return [self._encode(one) for one in self._rendered(messages, weights)]
 
-    def _rendered(self, messages: Sequence[Message]) -> Iterator[_Rendered]:
+    def _rendered(
+        self, messages: Sequence[Message], weights: Sequence[float]
+    ) -> Iterator[_Rendered]:
         """Renders the conversation, and those that it has not as they are asked for."""
         messages, mark = self._marked(messages)
         whole, prompts = self._render(messages, asks=False), self._prompts(messages)
         places = _places(whole, prompts.values())
-        for number, prompt in prompts.items():
+        weights = weights or [1.0] * len(prompts)
+        for (number, prompt), weight in zip(prompts.items(), weights, strict=True):
             text = self._render(messages[: number + 1], asks=False)
             if not text.startswith(prompt):
                 asked = prompt[len(commonprefix([text, prompt])) :]
@@ -150,9 +157,9 @@ class ChatTemplate:
                 )
             behind = text[len(prompt) :].partition(self._end_name)
             if whole.startswith(prompt + behind[0] + behind[1]):
-                places[len(prompt)] = True
-            else:
-                here = _places(text, prompts.values()) | {len(prompt): True}
+                places[len(prompt)] = weight
+            elif weight:
+                here = _places(text, prompts.values()) | {len(prompt): weight}
                 yield _Rendered(text, mark, here)
         if any(places.values()):
             yield _Rendered(whole, mark, places)
@@ -193,12 +200,12 @@ class ChatTemplate:
         return [{**m, "content": broken(m["content"])} for m in messages], mark
 
     def _pieces(self, rendered: _Rendered) -> Iterator[_Piece]:
-        place, learns = 0, False
+        place, weight = 0, 0.0
         for part in self._special.split(rendered.text):
             starts = (at - place for at in rendered.replies)
             begins = [start for start in starts if 0 <= start < len(part)]
             prompt = part[: begins[0]] if begins else ""
-            behind = rendered.replies[place + begins[0]] if begins else learns
+            behind = rendered.replies[place + begins[0]] if begins else weight
             place += len(part)
             if not part:
                 continue
@@ -206,12 +213,12 @@ class ChatTemplate:
             if name is not None:
                 token = self.tokenizer.special[name[0]]
                 # A reply may begin in the blanks.
-                yield _Piece("", token, "", learns if prompt else behind)
-                learns = behind and token != self.end
+                yield _Piece("", token, "", weight if prompt else behind)
+                weight = behind if token != self.end else 0.0
                 continue
             part, prompt = (x.replace(rendered.mark, "") for x in (part, prompt))
             yield _Piece(part, None, prompt, behind)
-            learns = behind
+            weight = behind
 
     def _encode(self, rendered: _Rendered) -> Document:
         pieces = [*self._pieces(rendered)]
@@ -228,9 +235,10 @@ class ChatTemplate:
                 rest = piece.text[len(piece.prompt) :]
                 (rest,) = self.tokenizer.encode_all([rest], is_behind=True)
                 tokens = np.concatenate([prompt, rest])
-            is_learned = np.arange(tokens.size) >= prompt.size
-            documents.append(Document(tokens, is_learned & piece.learns))
-        return Document(*map(np.concatenate, zip(*documents, strict=True)))
+            is_reply = np.arange(tokens.size) >= prompt.size
+            documents.append((tokens, is_reply * np.float32(piece.weight)))
+        tokens, weights = map(np.concatenate, zip(*documents, strict=True))
+        return Document(tokens, as_mask(weights))
 
     def _end(self) -> str:
         """Finds the name of the token behind a reply."""
@@ -299,9 +307,9 @@ def _check_tokens(template: str, tokenizer: Tokenizer) -> None:
             )
 
 
-def _places(text: str, prompts: Iterable[str]) -> dict[int, bool]:
+def _places(text: str, prompts: Iterable[str]) -> dict[int, float]:
     """Returns where in a text replies begin, as places that are not learned."""
-    return {len(prompt): False for prompt in prompts if text.startswith(prompt)}
+    return {len(prompt): 0.0 for prompt in prompts if text.startswith(prompt)}
 
 
 def _patterns(tokenizer: Tokenizer) -> tuple[re.Pattern, re.Pattern]:

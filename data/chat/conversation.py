@@ -1,4 +1,4 @@
-"""Conversations in the formats of ShareGPT and of OpenAI, checked one by one.
+"""Conversations in the formats of ShareGPT and of OpenAI, and groups of them.
 
 A row (see data/text/row_files.py) is one of
 
@@ -6,19 +6,26 @@ A row (see data/text/row_files.py) is one of
                                   {"from": "gpt", "value": "…"}, …]}
     {"messages": [{"role": "user", "content": "…"},
                   {"role": "assistant", "content": "…"}, …]}
+    {"prompt": "…", "completions": ["…", {"text": "…", "weight": 0.5}, …]}
+    {"prompt": {"role": "prompter", "text": "…",
+                "replies": [{"role": "assistant", "text": "…", "replies": […]}, …]}}
 
 with a turn from "system" (or "developer") before all others, if any, or its words
 beside the turns, as "system" or "system_prompt"; a content may be a list of
 {"type": "text", "text": "…"}. As in FastChat, an assistant's turn before the first of
 the user is left out, and so is a last one of the user that has no reply. Rows with
 calls of tools or with anything else that cannot be learned are refused.
+
+The third is a group: a prompt, which may also be a list of messages, and answers to it;
+the fourth a tree of messages, as of OpenAssistant. A reply's "weight" multiplies its
+loss; each reply is learned once, and those of a prompt not at all.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.json_text import is_unicode, short
 from data.text.row_files import FORMATS, InputFile, ending, read_rows
@@ -44,19 +51,35 @@ class TurnFormat:
 
 SHAREGPT = TurnFormat("conversations", "from", "value", "human", "gpt")
 OPENAI = TurnFormat("messages", "role", "content", "user", "assistant")
+GROUP = TurnFormat("completions", "role", "content", "user", "assistant")
+TREE = TurnFormat("prompt", "role", "text", "prompter", "assistant")
+PROMPT, REPLIES = "prompt", "replies"
 SYSTEM = ("system", "system_prompt")
 """Fields of a row, beside its turns, with the words of the system."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 UNLEARNED = ("tools", "functions", *MEDIA)
 """Fields of a row with what would be left out."""
-FIELDS = ("id", "conversations", "messages", *SYSTEM, *UNLEARNED)
+FIELDS = ("id", "conversations", "messages", PROMPT, "completions")
+FIELDS += (*SYSTEM, *UNLEARNED)
 """Fields of a row that are read."""
 UNSAID = ("tool_calls", "function_call", "tool_call_id", "refusal", *MEDIA)
 UNSAID += ("reasoning_content", "reasoning", "thinking")
 """Fields of a turn whose content is not in its words, and would be left out."""
 LEARNED = ("weight", "train", "loss")
-"""Fields of a turn that are 0 or false where it is not to be learned."""
+"""Fields of a turn: factors of the weight of its loss."""
+MOST_WEIGHT = 1_000_000
 ID_LETTERS = 80
+
+Path = list[tuple[str, Any]]
+"""Turns from the first to a last one: of each its place, for messages, and itself."""
+
+
+class Turn(NamedTuple):
+    """Its speaker, "system", "user" or "assistant"; its words; its loss's weight."""
+
+    role: str
+    words: str
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -67,12 +90,14 @@ class Conversation:
     system: the system prompt; None: none.
     exchanges: of each, what the person said and what the assistant replied.
     split: as of `InputFile`.
+    weights: of the replies' losses; () for 1.
     """
 
     where: str
     system: str | None
     exchanges: tuple[tuple[str, str], ...]
     split: str | None = None
+    weights: tuple[float, ...] = ()
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -87,10 +112,37 @@ class Conversation:
         """Joins all that was said; equal only where the words are."""
         return json.dumps([self.system, self.exchanges])
 
+    @property
+    def paths(self) -> "tuple[Conversation, ...]":
+        """The conversation, as of `Group`."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Conversations that begin alike.
+
+    paths: each from the first turn to a last reply; what they share has its weight in
+      the first of them.
+    """
+
+    where: str
+    paths: tuple[Conversation, ...]
+    split: str | None = None
+
+    @property
+    def system(self) -> str | None:
+        return self.paths[0].system
+
+    @property
+    def text(self) -> str:
+        """Joins all that was said, as of `Conversation`."""
+        return json.dumps([path.text for path in self.paths])
+
 
 def read_conversations(
     files: Sequence[InputFile],
-) -> Iterator[Conversation | BadRow]:
+) -> Iterator[Conversation | Group | BadRow]:
     """Yields every row of the files, in their order.
 
     Raises:
@@ -110,7 +162,7 @@ def read_conversations(
 
 def parse_conversation(
     row: Any, where: str, split: str | None = None
-) -> Conversation | BadRow:
+) -> Conversation | Group | BadRow:
     """Parses one row.
 
     row: what JSON made of it, or a table's row.
@@ -120,73 +172,147 @@ def parse_conversation(
         return BadRow(where, f"{type(row).__name__}, and no object with messages")
     if isinstance(row.get("id"), str | int):
         where = f"{where} (id {' '.join(str(row['id']).split())[:ID_LETTERS]})"
-    formats = [f for f in (SHAREGPT, OPENAI) if row.get(f.turns) is not None]
+    formats = [f for f in (SHAREGPT, OPENAI, GROUP) if row.get(f.turns) is not None]
     if len(formats) > 1:
-        return BadRow(where, "both conversations and messages")
-    if not formats or not isinstance(row[formats[0].turns], list):
-        return BadRow(where, "no list of conversations or messages")
+        names = " and ".join(its_format.turns for its_format in formats)
+        return BadRow(where, f"both {names}")
+    if not formats and isinstance(row.get(PROMPT), dict):
+        formats = [TREE]
+    if not formats or not isinstance(row[formats[0].turns], list | dict):
+        return BadRow(where, "no list of conversations, messages or completions")
     its_format = formats[0]
     unlearned = [n for n in UNLEARNED if row.get(n) not in (None, "", "[]", [])]
     if unlearned:
         return BadRow(where, f"a row with {unlearned[0]}, which is not learned")
     if not row[its_format.turns]:
         return BadRow(where, "no turns")
-    said = []
-    for place, turn in _turns(row, its_format):
-        role, words = _turn(turn, its_format)
-        if role is None:
-            return BadRow(f"{where}, {place}", words)
-        said.append((role, words))
-    if [role for role, _ in said].count("system") > 1:
+    found: list[Conversation] = []
+    turns, seen = _paths(row, its_format)
+    for path in turns:
+        one = _conversation(path, its_format, where, split, seen)
+        if isinstance(one, BadRow):
+            return one
+        found += [] if one is None else [one]
+    if not found:
+        return BadRow(where, f"no reply of {its_format.assistant} to learn")
+    return found[0] if len(found) == 1 else Group(where, tuple(found), split)
+
+
+def _conversation(
+    path: Path,
+    its_format: TurnFormat,
+    where: str,
+    split: str | None,
+    seen: set[int],
+) -> Conversation | BadRow | None:
+    """Checks the turns of a path; None: it has no reply to learn.
+
+    seen: ids of turns whose loss counts elsewhere; those of the path join them.
+    """
+    said: list[Turn] = []
+    for place, turn in path:
+        found = _turn(turn, its_format)
+        if isinstance(found, str):
+            return BadRow(f"{where}, {place}", found)
+        said.append(found._replace(weight=0.0) if id(turn) in seen else found)
+        seen.add(id(turn))
+    if [turn.role for turn in said].count("system") > 1:
         return BadRow(where, "more than one prompt of the system")
-    system = said.pop(0)[1] if said[0][0] == "system" else None
-    if said and said[0][0] == "assistant":
+    system = said.pop(0).words if said[0].role == "system" else None
+    if said and said[0].role == "assistant":
         said.pop(0)
     names = {ours: theirs for theirs, ours in its_format.roles.items()}
     names["system"] = "system"
-    for (role, _), expected in zip(said, cycle(("user", "assistant")), strict=False):
-        if role != expected:
-            return BadRow(where, f"{names[role]} speaks where {names[expected]} should")
-    if len(said) % 2:
-        said.pop()
-    if not said:
-        return BadRow(where, f"no reply of {names['assistant']}")
-    values = [value for _, value in said]
-    exchanges = tuple(zip(values[::2], values[1::2], strict=True))
-    return Conversation(where, system, exchanges, split)
+    for turn, expected in zip(said, cycle(("user", "assistant")), strict=False):
+        if turn.role != expected:
+            speaks = f"{names[turn.role]} speaks where {names[expected]} should"
+            return BadRow(where, speaks)
+    pairs = zip(said[::2], said[1::2], strict=False)  # the last turn may have no reply
+    exchanges = tuple((user.words, reply.words) for user, reply in pairs)
+    weights = tuple(turn.weight for turn in said[1::2])
+    if not any(weights):
+        return None
+    weights = weights if {*weights} != {1.0} else ()
+    return Conversation(where, system, exchanges, split, weights)
 
 
-def _turns(row: dict[str, Any], its_format: TurnFormat) -> Iterator[tuple[str, Any]]:
-    """Yields the place of each turn, and the turn; first words beside the list."""
+def _paths(
+    row: Mapping[str, Any], its_format: TurnFormat
+) -> tuple[list[Path], set[int]]:
+    """Returns the paths from a row's first turn to its last ones, and what has no loss.
+
+    Words of the system that lie beside the turns come first. What has no loss are ids
+    of turns.
+    """
+    found, begin = row[its_format.turns], []
     for name in SYSTEM:
         if row.get(name):
-            yield name, {its_format.role: "system", its_format.content: row[name]}
-    for number, turn in enumerate(row[its_format.turns], 1):
-        yield f"turn {number}", turn
+            turn = {its_format.role: "system", its_format.content: row[name]}
+            begin.append((name, turn))
+    if its_format is TREE:
+        return [begin + path for path in _below("prompt", found)], set()
+    if its_format is not GROUP:
+        return [begin + [(f"turn {n}", turn) for n, turn in enumerate(found, 1)]], set()
+    prompt = row.get(PROMPT)
+    if isinstance(prompt, list):
+        begin += [(f"prompt, turn {n}", turn) for n, turn in enumerate(prompt, 1)]
+    else:
+        begin.append(("prompt", {"role": "user", "content": prompt}))
+    answers = [
+        (f"completion {number}", {"content": text["text"], **text, "role": "assistant"})
+        if isinstance(text, dict) and "text" in text
+        else (f"completion {number}", {"role": "assistant", "content": text})
+        for number, text in enumerate(found, 1)
+    ]
+    return [[*begin, answer] for answer in answers], {id(turn) for _, turn in begin}
 
 
-def _turn(turn: Any, its_format: TurnFormat) -> tuple[str | None, str]:
-    """Returns the speaker and the words; or None, and the reason to refuse the turn."""
+def _below(place: str, turn: Any) -> list[Path]:
+    """Returns the paths from a turn of a tree of messages to its last ones."""
+    replies = turn.get(REPLIES) if isinstance(turn, dict) else None
+    paths = [
+        [(place, turn), *path]
+        for number, reply in enumerate(replies or [], 1)
+        for path in _below(f"{place}, reply {number}", reply)
+    ]
+    return paths or [[(place, turn)]]
+
+
+def _turn(turn: Any, its_format: TurnFormat) -> Turn | str:
+    """Checks a turn; returns the reason to refuse it otherwise."""
     if not isinstance(turn, dict):
-        return None, "a turn that is not an object"
+        return "a turn that is not an object"
     role, value = turn.get(its_format.role), turn.get(its_format.content)
     if not isinstance(role, str) or role not in its_format.roles:
         known = ", ".join(its_format.roles)
-        return None, f"a turn from {short(role)}, not one of {known}"
+        return f"a turn from {short(role)}, not one of {known}"
     unsaid = [name for name in UNSAID if turn.get(name)]
     if unsaid:
-        return None, f"a turn with {unsaid[0]}, which is not learned"
-    is_learned = all(turn.get(name) not in (0, "0") for name in LEARNED)
-    if its_format.roles[role] == "assistant" and not is_learned:
-        return None, "a reply of weight 0, and all are learned"
+        return f"a turn with {unsaid[0]}, which is not learned"
     words = _words(value)
     if words is None:
-        return None, f"a turn that says {_kind(value)}, not text"
+        return f"a turn that says {_kind(value)}, not text"
     if not words.strip():
-        return None, "an empty turn"
+        return "an empty turn"
     if not is_unicode(words):
-        return None, "a turn with half a surrogate pair"
-    return its_format.roles[role], words.strip()
+        return "a turn with half a surrogate pair"
+    weight = _weight(turn)
+    if weight is None:
+        return f"a turn whose {' times '.join(LEARNED)} is not from 0 to {MOST_WEIGHT}"
+    # Answers of a group go on behind their prompt as they are.
+    words = words if its_format is GROUP else words.strip()
+    return Turn(its_format.roles[role], words, weight)
+
+
+def _weight(turn: Mapping[str, Any]) -> float | None:
+    """Returns the weight of a turn's loss, 1 where it says none; None: it is no such."""
+    weight = 1.0
+    for name in LEARNED:
+        try:
+            weight *= 1.0 if turn.get(name) is None else float(turn[name])
+        except (TypeError, ValueError):
+            return None
+    return weight if 0 <= weight <= MOST_WEIGHT else None
 
 
 def _words(value: Any) -> str | None:

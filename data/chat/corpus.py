@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from data.chat.chat_template import ChatTemplate
-from data.chat.conversation import Conversation, read_conversations
-from data.text.corpus import Document, Summary, write_corpus
+from data.chat.conversation import Conversation, Group, read_conversations
+from data.text.corpus import Summary, write_corpus
+from data.text.prefix_tree import Document, join_within
 from data.text.row_files import InputFile
 from data.text.skipped import SPECIAL, BadRow, names_special_tokens
 from data.text.token_file import TokenFileWriter
@@ -25,6 +26,7 @@ TOO_LONG = {
     "split": "a larger --context-tokens",
 }
 """What becomes of long conversations, and what would keep more of them."""
+Row = Conversation | Group
 LEAST_HELD_OUT = 32
 """Characters for each token of the context: 4 rows, with 8 characters in a token."""
 
@@ -36,7 +38,8 @@ class ChatEncoder:
     truncated: its tokens beyond the context are lost, and the turn that it cuts is
     supervised as far as it goes. Or it is split between exchanges, as many in a
     document as fit, each document with the system's words; only an exchange that is too
-    long by itself is truncated.
+    long by itself is truncated. The documents of a conversation, and the conversations
+    of a group, are trees, as many of them in one as fit.
 
     context: tokens in a document, at most; 2 or more.
     """
@@ -44,29 +47,37 @@ class ChatEncoder:
     wanted, counted = "conversation to train on", "conversations"
 
     def __init__(
-        self, template: ChatTemplate, *, context_tokens: int, too_long: str = "truncate"
+        self,
+        template: ChatTemplate,
+        *,
+        context_tokens: int,
+        too_long: str = "truncate",
+        apart: bool = False,
     ):
-        """Keeps its arguments. too_long: one of `TOO_LONG`."""
-        self.template = template
+        """Keeps its arguments. too_long: one of `TOO_LONG`. apart: no trees."""
+        self.template, self._apart = template, apart
         self.context = context_tokens
         self._splits = too_long == "split"
+        self._why_divided = f"together more than {context_tokens} tokens"
         self._why_cut = (
             f"longer than {context_tokens} tokens ({TOO_LONG[too_long]} keeps more)"
         )
 
-    def read(self, files: Sequence[InputFile]) -> Iterator[Conversation | BadRow]:
+    def read(self, files: Sequence[InputFile]) -> Iterator[Row | BadRow]:
         return read_conversations(files)
 
-    def note(self, row: Conversation, summary: Summary) -> None:
+    def note(self, row: Row, summary: Summary) -> None:
+        if isinstance(row, Group) or row.weights:  # answers that are alike add up
+            summary.writer.has_weights = True
         if names_special_tokens(row.text):
             summary.markup.add(BadRow(row.where, SPECIAL))
         if row.system is not None and self._drops_system:
             summary.unwritten.add(BadRow(row.where, "the system's words"))
 
     def encode(
-        self, rows: Sequence[Conversation], summary: Summary | None = None
+        self, rows: Sequence[Row], summary: Summary | None = None
     ) -> list[list[Document] | BadRow]:
-        """Returns the documents of each conversation, without unsupervised ones.
+        """Returns the documents of each row, without unsupervised ones.
 
         A bad row is a conversation that the template refuses, or that has no supervised
         document. A summary counts the tokens that are lost of the others.
@@ -74,22 +85,39 @@ class ChatEncoder:
         found: list[list[Document] | BadRow] = []
         for row in rows:
             try:
-                documents = self.template.documents(row.messages)
+                trees = self._trees(row)
             except ValueError as error:
                 found.append(BadRow(row.where, str(error)))
                 continue
-            if self._splits and longest(documents) > self.context:
-                documents = self._parts(row)
-            cut = [Document(*(a[: self.context] for a in whole)) for whole in documents]
-            # A document's first token is not a target.
-            kept = [part for part in cut if part.is_supervised[1:].any()]
-            found.append(kept or BadRow(row.where, "no reply within the context"))
-            lost = sum(part.tokens.size for part in documents)
-            lost -= sum(part.tokens.size for part in kept)
-            if kept and lost and summary:
+            whole = [text for tree in trees for text in tree]
+            documents, kept = [], 0
+            for tree in trees:
+                cut = [Document(*(x[: self.context] for x in text[:2])) for text in tree]
+                # A document's first token is not a target.
+                cut = [text for text in cut if text.weights[1:].any()]
+                kept += sum(text.tokens.size for text in cut)
+                joined = cut if self._apart else join_within(cut, self.context)
+                if summary and 1 < len(joined) < len(cut):
+                    summary.divided.add(BadRow(row.where, self._why_divided))
+                documents += joined
+            found.append(documents or BadRow(row.where, "no reply within the context"))
+            lost = sum(text.tokens.size for text in whole) - kept
+            if documents and lost and summary:
                 summary.cut.add(BadRow(row.where, self._why_cut))
                 summary.lost += lost
+            if summary:
+                summary.apart += kept
         return found
+
+    def _trees(self, row: Row) -> list[list[Document]]:
+        """Returns the texts of each tree of a row, of any length.
+
+        Parts of one conversation are trees of their own, as they share little.
+        """
+        paths = [self._parts(path) for path in row.paths]
+        if isinstance(row, Conversation):
+            return paths[0]
+        return [[text for parts in paths for part in parts for text in part]]
 
     @cached_property
     def _drops_system(self) -> bool:
@@ -102,17 +130,26 @@ class ChatEncoder:
     def _documents(self, conversation: Conversation) -> list[Document]:
         """Returns the documents of a conversation, [] where the template refuses it."""
         try:
-            return self.template.documents(conversation.messages)
+            return self.template.documents(
+                conversation.messages, conversation.weights
+            )
         except ValueError:
             return []
 
-    def _parts(self, conversation: Conversation) -> list[Document]:
-        """Splits a conversation to documents, which may still be too long."""
-        exchanges, first, parts = conversation.exchanges, 0, []
+    def _parts(self, conversation: Conversation) -> list[list[Document]]:
+        """Returns a conversation's documents; of its parts, where it is to be split."""
+        exchanges, weights = conversation.exchanges, conversation.weights
+        whole = self.template.documents(conversation.messages, weights)
+        if not self._splits or longest(whole) <= self.context:
+            return [whole]
+        first, parts = 0, []
 
         def documents(count: int) -> list[Document]:
-            some = exchanges[first : first + count]
-            return self._documents(replace(conversation, exchanges=some))
+            some = slice(first, first + count)
+            part = replace(
+                conversation, exchanges=exchanges[some], weights=weights[some]
+            )
+            return self._documents(part)
 
         while first < len(exchanges):
             counts = range(1, len(exchanges) - first + 1)
@@ -120,7 +157,7 @@ class ChatEncoder:
                 counts, self.context, key=lambda count: longest(documents(count))
             )
             count = max(fitting, 1)
-            parts += documents(count)
+            parts.append(documents(count))
             first += count
         return parts
 

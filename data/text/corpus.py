@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
 
 from data.text.holdout import Holdout
 from data.text.input_files import Inputs, files_in, list_inputs
+from data.text.prefix_tree import Document
 from data.text.row_files import InputFile, TextDocument, read_documents
 from data.text.skipped import (
     BadRow,
@@ -37,13 +38,6 @@ ROWS_AT_A_TIME = 64
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 LEAST_HELD_OUT = 1 << 14
 """Characters: a batch of configs/tiny.py, with 8 characters in a token."""
-
-
-class Document(NamedTuple):
-    """Tokens, int32 (n,), and their loss mask, bool (n,); None: all have a loss."""
-
-    tokens: np.ndarray
-    is_supervised: np.ndarray | None
 
 
 class Rows[R](Protocol):
@@ -80,6 +74,8 @@ class Summary:
     skipped: rows and files without a document.
     cut: rows that are too long, of which a part is lost.
     lost: tokens of these parts.
+    divided: rows that are several trees, as one would be too long.
+    apart: tokens that trees would have as documents of their own; 0: not counted.
     markup: documents with markup that is learned as text.
     unwritten: conversations of which the chat template leaves out a part.
     """
@@ -91,6 +87,8 @@ class Summary:
     skipped: Skipped = field(default_factory=Skipped)
     cut: Skipped = field(default_factory=Skipped)
     lost: int = 0
+    divided: Skipped = field(default_factory=Skipped)
+    apart: int = 0
     markup: Skipped = field(default_factory=Skipped)
     unwritten: Skipped = field(default_factory=Skipped)
 
@@ -121,6 +119,11 @@ class Summary:
             f"documents {begin}end with {tokenizer.end_of_document}"
         )
         lines += self.left_out()
+        if (count := writer.intervals) > 1:
+            written = sum(counts.tokens for counts in writer.counts.values())
+            line = f"trees: {written:,} tokens in place of {self.apart:,}; a token sees"
+            lines.append(f"{line} up to {count} intervals of keys")
+        lines += self.divided.lines("several trees")
         lines += self.cut.lines(f"cut, {self.lost:,} tokens lost")
         lines += self.markup.lines("markup, learned as text")
         lines += self.unwritten.lines("WARNING: not in the chat template")

@@ -10,8 +10,11 @@ A corpus is a directory:
     chat_template.jinja     how chats are written, where the corpus is of chats
     train.tokens.bin        little-endian uint16, or uint32 above 65536 ids
     train.documents.bin     little-endian uint64: where each document starts; first 0
-    train.loss.bin          uint8, 1 for each token with a loss; not there
-                            where all have
+    train.loss.bin          uint8, 1 for each token with a loss, or float32, the weight
+                            of each; not there where all have
+    train.segments.bin      little-endian uint64 pairs: where each part of a tree starts,
+                            and how many parts before it is the one that it continues, 0
+                            for none; not there without trees
     validation.…            the same for the held-out documents
 
 A document runs to the start of the next one, its end-of-document token included.
@@ -31,6 +34,7 @@ import numpy as np
 from data.files import describe_file
 from data.json_text import short
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
+from data.text.prefix_tree import are_parts
 from data.text.tokenizer import Tokenizer
 from data.text.tokenizer_files import write_tokenizer
 
@@ -58,7 +62,11 @@ class TokenFile:
       the last one ends.
     vocab_size: of the tokenizer; largest_token: the largest id that occurs.
     tokenizer: what `open_tokenizer` opens to encode and decode as the corpus was.
-    loss_mask: uint8 (tokens,), 1 for each token with a loss, on disk; None: all have.
+    loss_mask: uint8 or float32 (tokens,), the weight of each token's loss, on disk;
+      None: 1.
+    segments: int64 (segments, 2), where in the stream each part of a tree starts, and
+      how many before it is the one that it continues; None: documents are no trees.
+    intervals: of keys that a token of any split sees, at most.
     """
 
     directory: Path
@@ -69,6 +77,8 @@ class TokenFile:
     largest_token: int
     tokenizer: str
     loss_mask: StoredArray | None = None
+    segments: np.ndarray | None = None
+    intervals: int = 1
 
     @classmethod
     def open(cls, directory: Path, split: str) -> "TokenFile":
@@ -89,21 +99,33 @@ class TokenFile:
                 raise ValueError(f"dtype={short(dtype)} must be uint16 or uint32")
             spec = _tokenizer(directory, meta["tokenizer"])
             has_loss_mask = truth(meta, "has_loss_mask")
+            loss_dtype = "float32" if truth(meta, "has_weights") else "uint8"
+            most = intervals(directory)
+            parts = meta["segments"][split] if most > 1 else 0
+            parts = whole_number("segments", parts)
         if counts.documents == 0:
             raise ValueError(
                 f"split {split!r} of {directory} is empty: {FORMAT.remedy} from at "
                 "least two different documents"
             )
 
-        def stored(kind: str, dtype: str, count: int) -> StoredArray:
-            path = _path(directory, split, kind)
-            return FORMAT.open_array(path, dtype, (count,))
+        def stored(kind: str, dtype: str, *shape: int) -> StoredArray:
+            return FORMAT.open_array(_path(directory, split, kind), dtype, shape)
 
         tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.
         starts = stored("documents", "int64", counts.documents)
         offsets = np.append(starts[:], counts.tokens)
         _check_offsets(starts.path, offsets)
+        segments = None
+        if most > 1:
+            read = stored("segments", "int64", parts, 2)
+            segments = read[:]
+            if not are_parts(segments, offsets):
+                raise ValueError(
+                    f"{read.path} is damaged: it has no parts of the documents; copy it "
+                    f"again or {FORMAT.remedy}"
+                )
         return cls(
             directory,
             split,
@@ -112,7 +134,9 @@ class TokenFile:
             vocab_size,
             counts.largest_token,
             spec,
-            stored("loss", "uint8", counts.tokens) if has_loss_mask else None,
+            stored("loss", loss_dtype, counts.tokens) if has_loss_mask else None,
+            segments,
+            most,
         )
 
     @property
@@ -135,23 +159,25 @@ class TokenFile:
         ids = self._take("token", self.tokens, places, self.largest_token)
         return ids.astype(np.int32)
 
-    def is_supervised(self, places: np.ndarray) -> np.ndarray:
-        """Reads the loss mask at these places of the stream, bool of their shape.
+    def weights(self, places: np.ndarray) -> np.ndarray:
+        """Reads the losses' weights at these places of the stream, float32 likewise.
 
         Raises:
           ValueError, OSError: as `ids`.
         """
         if self.loss_mask is None:
-            return np.ones(places.shape, bool)
-        return self._take("mark", self.loss_mask, places, 1) != 0
+            return np.ones(places.shape, np.float32)
+        most = 1 if self.loss_mask.dtype == np.uint8 else np.finfo(np.float32).max
+        return self._take("weight", self.loss_mask, places, most).astype(np.float32)
 
     def _take(
-        self, what: str, array: StoredArray, places: np.ndarray, largest: int
+        self, what: str, array: StoredArray, places: np.ndarray, largest: float
     ) -> np.ndarray:
         """Reads numbers, and refuses larger ones: they would be trained on as text."""
         found = array.take(places)
-        if found.max(initial=0) > largest:
-            worst = int(np.argmax(found))
+        is_known = (found >= 0) & (found <= largest)
+        if not is_known.all():
+            worst = int(np.argmin(is_known))
             raise ValueError(
                 f"{array.path} has {what} {found.flat[worst]} at place "
                 f"{places.flat[worst]}, and {largest} is the largest (vocab_size="
@@ -181,6 +207,13 @@ def vocab_size(directory: Path) -> int:
     meta = FORMAT.read_index(Path(directory))
     with FORMAT.parsing(Path(directory), "a vocabulary"):
         return whole_number("vocab_size", meta["vocab_size"], 1)
+
+
+def intervals(directory: Path) -> int:
+    """Returns how many intervals of keys a corpus' tokens see, as `vocab_size` does."""
+    meta = FORMAT.read_index(Path(directory))
+    with FORMAT.parsing(Path(directory), "trees"):
+        return whole_number("intervals", meta.get("intervals", 1), 1)
 
 
 @dataclass
@@ -218,7 +251,9 @@ class TokenFileWriter(PackedWriter):
     """Streams documents to a new corpus (see `PackedWriter`).
 
     has_loss_mask: whether documents come with a loss mask.
+    has_weights: whether some of these are weights other than 0 and 1, to be set.
     supervised: tokens with a loss, by split; empty where all have.
+    intervals: of keys that a token sees, at most.
     chat_template: that chats are written in, to be set.
 
     Raises:
@@ -232,7 +267,8 @@ class TokenFileWriter(PackedWriter):
         self, directory: Path, tokenizer: Tokenizer, *, has_loss_mask: bool = False
     ):
         super().__init__(directory)
-        self._has_loss_mask = has_loss_mask
+        self._has_loss_mask, self.has_weights = has_loss_mask, False
+        self.segments, self.intervals = dict.fromkeys(SPLITS, 0), 1
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
         self.supervised: Counter[str] = Counter()
         self.tokenizer = tokenizer
@@ -246,7 +282,7 @@ class TokenFileWriter(PackedWriter):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        kinds = ("tokens", "documents", "loss")[: 2 + self._has_loss_mask]
+        kinds = "tokens", "documents", *(("loss", "segments") * self._has_loss_mask)
         self._streams: dict[tuple[str, str], BinaryIO] = {
             (kind, split): self._open(_path(Path(), split, kind).name)
             for kind in kinds
@@ -269,37 +305,50 @@ class TokenFileWriter(PackedWriter):
         found.sha256 = describe_file(path)["sha256"]
 
     def write(
-        self, split: str, tokens: np.ndarray, loss_mask: np.ndarray | None = None
+        self,
+        split: str,
+        tokens: np.ndarray,
+        weights: np.ndarray | None = None,
+        segments: np.ndarray | None = None,
+        intervals: int = 1,
     ) -> None:
-        """Appends one document, int (n,), its end-of-document token included.
-
-        loss_mask: bool (n,), True for each token with a loss.
+        """Appends one document (see `Document`), its end-of-document token included.
 
         Raises:
-          ValueError: the tokens are empty, or ids that the vocabulary has not; a mask
-            is missing, of another shape, or not asked for; an array is of another type.
+          ValueError: the tokens are empty, or ids that the vocabulary has not; weights
+            are missing, of another shape, or not asked for; an array is of another type.
         """
-        tokens, mask, ids = np.asarray(tokens), loss_mask, (0, 0)
+        tokens, ids = np.asarray(tokens), (0, 0)
         is_whole = np.issubdtype(tokens.dtype, np.integer) and tokens.ndim == 1
         if is_whole and tokens.size:
             ids = int(tokens.min()), int(tokens.max())
-        found = None if mask is None else (mask.shape, mask.dtype)
-        wanted = (tokens.shape, np.dtype(bool)) if self._has_loss_mask else None
+        found = None if weights is None else (weights.shape, weights.dtype)
+        wanted: list[Any] = [None]
+        if self._has_loss_mask:
+            kinds = [bool, np.float32][: 1 + self.has_weights]
+            wanted = [(tokens.shape, np.dtype(kind)) for kind in kinds]
         size = self.tokenizer.vocab_size
         is_known = is_whole and tokens.size and 0 <= ids[0] <= ids[1] < size
-        if not is_known or found != wanted:
+        if not is_known or found not in wanted:
             raise ValueError(
                 f"document {self.counts[split].documents} of {split} must be (n,) "
-                f"whole numbers, n > 0, below {size}, with a loss mask {wanted}; got "
-                f"{tokens.dtype} of {tokens.shape}, {ids[0]} to {ids[1]}, and {found}"
+                f"whole numbers, n > 0, below {size}, with a loss mask {wanted[-1]}; "
+                f"got {tokens.dtype} of {tokens.shape}, {ids[0]} to {ids[1]}, and "
+                f"{found}"
             )
         counts = self.counts[split]
         start = np.uint64(counts.tokens).astype("<u8")
         self._streams["documents", split].write(start.tobytes())
         self._streams["tokens", split].write(tokens.astype(self._dtype).tobytes())
-        if loss_mask is not None:
-            self._streams["loss", split].write(loss_mask.astype(np.uint8).tobytes())
-            self.supervised[split] += int(loss_mask.sum())
+        if weights is not None:
+            kind = np.dtype("<f4" if self.has_weights else np.uint8)
+            self._streams["loss", split].write(weights.astype(kind).tobytes())
+            self.supervised[split] += int(np.count_nonzero(weights))
+            parts = np.zeros((1, 2), np.int64) if segments is None else segments
+            parts = (parts + (counts.tokens, 0)).astype("<u8")
+            self._streams["segments", split].write(parts.tobytes())
+            self.segments[split] += len(parts)
+            self.intervals = max(self.intervals, intervals)
         counts.tokens += tokens.size
         counts.documents += 1
         counts.largest_token = max(counts.largest_token, ids[1])
@@ -308,7 +357,13 @@ class TokenFileWriter(PackedWriter):
         if self.counts["train"].documents == 0:
             raise ValueError(f"no documents were written to {self.directory}")
         copy = write_tokenizer(self._new.partial, self.tokenizer, self.chat_template)
-        sources = {"sources": asdict(self.sources)} if self.sources else {}
+        more: dict[str, Any] = {"has_weights": True} if self.has_weights else {}
+        if self.intervals > 1:
+            more |= {"intervals": self.intervals, "segments": self.segments}
+        elif self._has_loss_mask:
+            for split in SPLITS:
+                _path(self._new.partial, split, "segments").unlink()
+        more |= {"sources": asdict(self.sources)} if self.sources else {}
         return {
             "tokenizer": {"name": self.tokenizer.name, "file": copy},
             "vocab_size": self.tokenizer.vocab_size,
@@ -316,7 +371,7 @@ class TokenFileWriter(PackedWriter):
             "dtype": self._dtype.name,
             "has_loss_mask": self._has_loss_mask,
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
-            **sources,
+            **more,
         }
 
 

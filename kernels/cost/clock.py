@@ -379,7 +379,7 @@ def _most_steps(
     row: Row, layout: Layout, size: int, length: int, both_ways: bool
 ) -> int:
     bounds = row.at(order(layout, size, size * length))
-    visible = Visible(*(bound[None] for bound in bounds))
+    visible = Visible(*(bound[..., None, :] for bound in bounds))
     offsets = [read.offset for read in reads_of(visible, layout, size)]
     if both_ways:
         offsets = [min(offset, size - offset) for offset in offsets]

@@ -21,7 +21,8 @@ MOST_DEVICES = 64
 class Row:
     """What the tokens of a row see, in natural order.
 
-    k_start, k_end: int (T,). window: tokens that each sees at most; 0 for all.
+    k_start, k_end: int (T,), or (m, T) of intervals that share no key.
+    window: tokens that each sees at most; 0 for all.
     is_causal: whether no token sees one behind it.
     """
 
@@ -41,12 +42,16 @@ class Row:
         """Returns the row in a layer whose window has this size; 0 for no window."""
         return self if not size or 0 < self.window <= size else _windowed(self, size)
 
+    @property
+    def intervals(self) -> int:
+        """Intervals of keys that a token sees, m."""
+        return 1 if self.k_start.ndim == 1 else len(self.k_start)
+
     def at(self, token: np.ndarray) -> Visible:
         """Returns the bounds of some tokens; those behind the row's end see nothing."""
-        place = np.minimum(token, self.k_start.size - 1)
-        k_start, k_end = self.k_start[place], self.k_end[place]
-        is_real = token < self.k_start.size
-        end = self.k_start.size
+        end = self.k_start.shape[-1]
+        place, is_real = np.minimum(token, end - 1), token < end
+        k_start, k_end = self.k_start[..., place], self.k_end[..., place]
         return Visible(np.where(is_real, k_start, end), np.where(is_real, k_end, end))
 
     @functools.cached_property
@@ -64,7 +69,7 @@ class Row:
 
 @functools.lru_cache(maxsize=64)
 def _windowed(row: Row, size: int) -> Row:
-    index = np.arange(row.k_start.size, dtype=np.int32)
+    index = np.arange(row.k_start.shape[-1], dtype=np.int32)
     k_start = np.maximum(row.k_start, index + 1 - size)
     return Row(k_start, np.minimum(row.k_end, index + 1), size)
 
@@ -88,12 +93,13 @@ def document_spans(
 class Work(NamedTuple):
     """Work of a head on each device with each shard of keys, (devices, N).
 
-    pairs: visible ones, in sub-tiles. partial: tiles. rows: of tiles, on any device.
+    pairs: visible ones, in sub-tiles. partial: tiles. rows: of tiles, of all intervals
+    with keys in sight, or of one.
     """
 
     pairs: np.ndarray
     partial: np.ndarray
-    rows: int
+    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ def _work(sequence: Sequence) -> Work:
     queries, keys = len(sequence.queries), sequence.keys
     begin, end = sequence.slots
     shape, devices = (sequence.ring_size, sequence.length), sequence.devices
-    sources = np.arange(sequence.ring_size, dtype=np.int32)[:, None, None]
+    many = (sequence.ring_size, sequence.row.intervals, devices.size)
+    sources = np.arange(sequence.ring_size, dtype=np.int32)[:, None, None, None]
     slots = np.asarray(sequence.layout.index(devices[:, None], *shape))  # (devices, L)
 
     def ranges(piece: int) -> TileRanges:
@@ -166,7 +173,7 @@ def _work(sequence: Sequence) -> Work:
         k_start, k_end = (
             (
                 sequence.layout.count(sources, bound, *shape).clip(begin, end) - begin
-            ).reshape(-1, edges.size)  # (N * devices, 2 n)
+            ).reshape(-1, edges.size)  # (N * m * devices, 2 n)
             for bound in sequence.row.at(slots[:, edges])
         )
         return key_ranges(k_start, k_end, 2, piece)
@@ -175,5 +182,7 @@ def _work(sequence: Sequence) -> Work:
     tiles = ranges(min(TILE, queries, keys))
     partial = (tiles.work() - (tiles.full_end - tiles.full_begin)).sum(axis=1)
     pairs = (ranges(sub).work().sum(axis=1) * float(sub**2)).clip(max=queries * keys)
-    both = (np.reshape(x, (-1, devices.size)).T for x in (pairs, partial))
-    return Work(*both, rows=-(-queries // TILE))
+    pairs, partial = (np.reshape(x, many) for x in (pairs, partial))
+    kernels = (pairs > 0).sum(axis=1).clip(1)  # (N, devices)
+    rows = -(-queries // TILE) * kernels
+    return Work(pairs.sum(axis=1).T, partial.sum(axis=1).T, rows.T)

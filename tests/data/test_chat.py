@@ -35,7 +35,7 @@ def encoder(
 def shown(document):
     """Text of bytes, and under every letter whether it is supervised."""
     text = "".join(END if t == 256 else chr(t) for t in document.tokens)
-    return text, "".join(np.where(document.is_supervised, "^", "_"))
+    return text, "".join(np.where(document.weights, "^", "_"))
 
 
 def mask_of(text):
@@ -51,7 +51,7 @@ def test_replies_and_their_ends_are_supervised_and_nothing_else():
     text, mask = shown(document)
     assert text == f"S USER: ab ASSISTANT: c{END}USER: ASSISTANT: ASSISTANT: c d{END}"
     assert mask == "_" * 21 + "^^^" + "_" * 27 + "^^^^^"
-    assert (document.tokens.dtype, document.is_supervised.dtype) == (np.int32, bool)
+    assert (document.tokens.dtype, document.weights.dtype) == (np.int32, bool)
     ((document,),) = encoder().encode([talk(("Hi?", "Ho"), system=None)])
     assert shown(document)[0] == (
         "A chat between a curious user and an artificial intelligence assistant. "
@@ -101,9 +101,9 @@ def test_words_are_encoded_as_in_the_whole_text(specs, kind, template):
     ((document,),) = encoder(template=template, tokenizer=tokenizer).encode(
         [talk(("the dog", "sat on the mat"), system="the cat")]
     )
-    supervised = document.tokens[document.is_supervised]
+    supervised = document.tokens[document.weights]
     assert supervised[-1] == tokenizer.end_of_document
-    prompt = document.tokens[~document.is_supervised]
+    prompt = document.tokens[~document.weights]
     if template == "vicuna":
         text = "the cat USER: the dog ASSISTANT: sat on the mat"
         begin = tokenizer.token_id("<s>")

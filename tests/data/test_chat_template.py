@@ -113,7 +113,7 @@ def test_mistral_has_the_space_that_its_tokenizer_adds(mistral_model):
     for made in one, ChatTemplate("spaced", with_spaces, one.tokenizer):
         document = encoded(made, "the mat", [("the cat", "sat"), ("the log", "on")])
         assert document.tokens.tolist() == tokens
-        learned = document.tokens[document.is_supervised]
+        learned = document.tokens[document.weights]
         assert learned.tolist() == [*sat, 2, *on, 2]
     assert one.tokenizer.decode(tokens) == " ".join(texts)
 
@@ -138,7 +138,7 @@ def test_a_prompt_is_what_precedes_the_reply_in_training(paths, name, system):
     one = template(name, paths[name])
     exchanges = [("the cat", "sat"), ("on the", "log"), ("{user} ?", "mat")]
     whole = encoded(one, system, exchanges)
-    changes = np.diff(np.append(whole.is_supervised, False).astype(int))
+    changes = np.diff(np.append(whole.weights, False).astype(int))
     starts, ends = np.flatnonzero(changes == 1) + 1, np.flatnonzero(changes == -1)
     assert starts.size == ends.size == 3
     for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -224,7 +224,7 @@ def test_replies_that_a_conversation_writes_otherwise_are_documents(qwen):
     """Here a reply that is not the last is left out."""
     one = ChatTemplate("rewrites", REWRITES, qwen)
     documents = one.documents(talk(None, *EXCHANGES, ("x", "y")))
-    learned = [d.tokens[d.is_supervised] for d in documents]
+    learned = [d.tokens[d.weights] for d in documents]
     replies = [f"{one.tokenizer.decode(tokens)}" for tokens in learned]
     assert replies == ["Hello.", "Katze 🙂", "y"]
     shown = [one.tokenizer.decode(d.tokens) for d in documents]
@@ -252,7 +252,7 @@ def test_a_reply_may_begin_in_the_blanks_of_a_token_or_with_a_token(
     ).replace("@", written)
     one = ChatTemplate("phi", source, tokenizer)
     (document,) = one.documents(talk(None, ("a", "cat"), ("b", "cat")))
-    found = document.tokens[document.is_supervised]
+    found = document.tokens[document.weights]
     names = {token: name for name, token in tokenizer.special.items()}
     shown = [names.get(token) or tokenizer.decode([token]) for token in found.tolist()]
     assert "".join(shown) == 2 * learned
@@ -271,7 +271,7 @@ def test_conversations_are_refused_in_a_line(qwen):
     )
     one = ChatTemplate("it", refuses + CHATML, qwen)
     (document,) = one.documents(talk(None, *EXCHANGES))
-    assert document.is_supervised.sum() > 4
+    assert document.weights.sum() > 4
     concatenates = 'can only concatenate list (not "int") to list'
     for words, why in ("no", "it says no"), ("bad", concatenates):
         with pytest.raises(ValueError) as refused:

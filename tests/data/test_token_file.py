@@ -42,11 +42,11 @@ def test_documents_and_their_loss_masks_come_back(tmp_path):
     train.check_vocabulary(257)
     with pytest.raises(ValueError, match=r"token 256, .*vocab_size=256 .*least 257"):
         train.check_vocabulary(256)
-    assert train.is_supervised(np.array([1, 2, 5])).tolist() == [False, True, True]
+    assert train.weights(np.array([1, 2, 5])).tolist() == [False, True, True]
     validation = TokenFile.open(directory, "validation")
     assert validation.tokens[:].tolist() == [1, 2, 3, 256]
     assert validation.offsets.tolist() == [0, 4]
-    assert validation.is_supervised(np.arange(4)).tolist() == [False] * 3 + [True]
+    assert validation.weights(np.arange(4)).tolist() == [False] * 3 + [True]
     # Little-endian, as documented.
     tokens = (directory / "train.tokens.bin").read_bytes()
     starts = (directory / "train.documents.bin").read_bytes()
@@ -165,7 +165,7 @@ def test_ids_and_marks_that_no_corpus_has_are_never_read(tmp_path):
     overwrite(directory / "train.loss.bin", 1, np.array([7], "u1"))
     match = r"train\.loss\.bin has mark 7 at place 1, and 1 is the largest"
     with pytest.raises(ValueError, match=match):
-        TokenFile.open(directory, "train").is_supervised(np.arange(3))
+        TokenFile.open(directory, "train").weights(np.arange(3))
 
 
 @pytest.mark.parametrize("attempts", [100, pytest.param(2000, marks=pytest.mark.slow)])

@@ -1,0 +1,66 @@
+"""Trees in a row: segments of tokens, of which each may continue an earlier one."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.trees import tree
+
+
+class RowTrees(NamedTuple):
+    """Segments of a row in their order.
+
+    bounds: int64 (s + 1,), where each begins, and where the last one ends.
+    parents: int64 (s,), the number of the segment that each continues; -1 for none.
+    """
+
+    bounds: np.ndarray
+    parents: np.ndarray
+
+    @classmethod
+    def of(cls, segments: np.ndarray, begin: int, stop: int) -> "RowTrees":
+        """Finds the segments of a row, [begin, stop) of a stream of whole documents.
+
+        segments: int64 (s, 2), as of `data.text.token_file.TokenFile`.
+        """
+        found = segments[slice(*np.searchsorted(segments[:, 0], (begin, stop)))]
+        begins, back = found.T
+        parents = np.where(back, np.arange(back.size) - back, -1)
+        return cls(np.append(begins, stop) - begin, parents)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each, int64 (s,)."""
+        return np.diff(self.bounds)
+
+    @property
+    def depths(self) -> np.ndarray:
+        """Tokens before each that it continues, int64 (s,)."""
+        if (self.parents < 0).all():
+            return np.zeros_like(self.parents)
+        sizes, depths = self.sizes.tolist(), []
+        for parent in self.parents.tolist():
+            depths.append(depths[parent] + sizes[parent] if parent >= 0 else 0)
+        return np.array(depths)
+
+    @property
+    def goes_on(self) -> np.ndarray:
+        """Whether the next one continues each: its first token comes next, bool (s,)."""
+        return np.append(self.parents[1:] == np.arange(self.parents.size - 1), False)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        sizes = self.sizes
+        return int((sizes * self.depths + sizes * (sizes + 1) // 2).sum())
+
+    def visible(
+        self, index: np.ndarray, intervals: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns k_start and k_end of the tokens at `index`, int32 (L, intervals)."""
+        ids = np.repeat(np.arange(self.parents.size), self.sizes)
+        mask = tree(ids, self.parents, intervals)
+        bounds = mask(np.arange(ids.size, dtype=np.int32), ids.size)  # (m, 1, T) each
+        place = np.minimum(index, ids.size - 1)
+        k_start, k_end = (bound[:, 0, place].T for bound in bounds)
+        return k_start, k_end

@@ -1,0 +1,148 @@
+"""Texts that begin alike as trees: their losses, in rows and on disk."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from data.document_mask import DocumentMask
+from data.row_trees import RowTrees
+from data.rows import WholeRows
+from data.text.prefix_tree import Document, are_parts, join, join_within
+from data.text.token_file import TokenFile, TokenFileWriter
+from kernels.trees import tree
+from tests.small.corpora import NUMBERS, read_rows
+
+KINDS = {"mask": (bool, [0, 1]), "weights": (np.float32, [0, 0.25, 1, 1.5])}
+
+
+def drawn_texts(rng, kind="weights", longest=9):
+    """Texts of two letters, which often begin alike."""
+    dtype, weights = KINDS[kind]
+    sizes = rng.integers(1, longest, rng.integers(1, 16))
+    return [
+        Document(
+            rng.integers(1, 3, size, np.int32), rng.choice(weights, size).astype(dtype)
+        )
+        for size in sizes
+    ]
+
+
+def losses(texts):
+    """Weights by what a token sees, itself last, and its target."""
+    found = Counter()
+    for text in texts:
+        tokens = text.tokens.tolist()
+        for place, weight in enumerate(text.weights[1:].tolist(), 1):
+            found[tuple(tokens[:place]), tokens[place]] += weight
+    return +found
+
+
+def losses_of(row):
+    """The same of a row, of which each token sees some intervals."""
+    found = Counter()
+    for i in np.flatnonzero(row.loss_weights):
+        bounds = sorted(zip(row.k_start[i].tolist(), row.k_end[i].tolist(), strict=True))
+        seen = [index for begin, end in bounds for index in range(begin, end)]
+        assert len({*seen}) == len(seen) == row.positions[i] + 1 and seen[-1] == i
+        assert row.positions[seen].tolist() == [*range(len(seen))]
+        found[tuple(row.tokens[seen].tolist()), int(row.targets[i])] += float(
+            row.loss_weights[i]
+        )
+    return found
+
+
+def text(words):
+    tokens = np.array([*map(ord, words)], np.int32)
+    return Document(tokens, np.ones(tokens.size, bool))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_trees_have_the_losses_of_their_texts(tmp_path, kind, rng):
+    groups = [drawn_texts(rng, kind) for _ in range(60)]
+    documents = [tree for texts in groups for tree in join_within(texts, 80)]
+    with TokenFileWriter(tmp_path / "c", NUMBERS, has_loss_mask=True) as writer:
+        writer.has_weights = any(d.weights.dtype != bool for d in documents)
+        for document in documents:
+            writer.write("train", *document)
+    corpus = TokenFile.open(tmp_path / "c", "train")
+    assert corpus.intervals == max(d.intervals for d in documents) > 2
+    plan = WholeRows(corpus, 90, DocumentMask(), corpus.intervals)
+    rows = read_rows(plan)
+    assert sum((losses_of(row) for row in rows), Counter()) == sum(
+        map(losses, groups), Counter()
+    )
+    for number, row in enumerate(rows):
+        assert all((np.diff(bound, axis=0) >= 0).all() for bound in row[-2:])
+        seen = (row.k_end - row.k_start).clip(0).sum(axis=1)
+        assert plan.work(number) == seen.sum() == (row.positions + 1)[seen > 0].sum()
+        np.testing.assert_array_equal(seen[row.tokens == 0], 0)
+        some = rng.permutation(90)[:9].astype(np.int32)
+        for part, whole in zip(plan.read(number, some), row, strict=True):
+            np.testing.assert_array_equal(part, whole[some])
+
+
+def test_trees_have_as_few_tokens_and_intervals_as_they_need(rng):
+    """A token for all that see the same and have the same target; see `tree`."""
+    most = Counter()
+    for _ in range(300):
+        texts = drawn_texts(rng, longest=12)
+        documents = join(texts)
+        follow = {}
+        for one in texts:
+            tokens = tuple(one.tokens.tolist())
+            for end in range(1, len(tokens) + 1):
+                follow.setdefault(tokens[:end], set()).update(tokens[end : end + 1])
+        size = sum(document.tokens.size for document in documents)
+        assert size == sum(max(1, len(targets)) for targets in follow.values())
+        for document in documents:
+            assert (document.segments is None) == (document.intervals == 1)
+            if document.segments is None:
+                continue
+            parts = RowTrees.of(document.segments, 0, document.tokens.size)
+            ids = np.repeat(np.arange(parts.parents.size), parts.sizes)
+            visible = tree(ids, parts.parents)(np.arange(ids.size), ids.size)
+            needed = len(visible.intervals().k_start)
+            assert needed == document.intervals
+            most[needed] += 1
+    assert {*most} >= {2, 3}
+
+
+@pytest.mark.parametrize(
+    "texts, tokens, weights, segments",
+    [
+        # The last token that answers share is the first of each.
+        (["PQa", "PQb"], "PQaQb", "02101", [[0, 0], [1, 1], [3, 2]]),
+        (
+            ["Pqax", "Pqay", "Pqb"],
+            "Pqaxqbay",
+            "03210101",
+            [[0, 0], [1, 1], [2, 1], [4, 3], [6, 3]],
+        ),
+        (["ab", "abc"], "abc", "021", None),
+        (["ab", "ab"], "ab", "02", None),
+    ],
+)
+def test_answers_are_branches_of_their_prompt(texts, tokens, weights, segments):
+    (document,) = join([*map(text, texts)])
+    assert "".join(map(chr, document.tokens)) == tokens
+    assert "".join(f"{weight:.0f}" for weight in document.weights) == weights
+    np.testing.assert_array_equal(document.segments, segments)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [[0, 0], [4, 1]],  # the second document begins in a segment
+        [[1, 0], [4, 0], [6, 1]],
+        [[0, 0], [4, 1], [6, 0]],  # it continues the first one
+        [[0, 0], [4, 0], [6, 1], [6, 1]],
+        [[0, 0], [4, 0], [9, 1]],
+        [[0, 0], [4, 0], [6, -1]],
+        [],
+    ],
+)
+def test_segments_that_are_no_parts_of_documents_are_refused(segments):
+    offsets = np.array([0, 4, 9])
+    assert are_parts(np.array([[0, 0], [4, 0], [6, 1], [7, 2]]), offsets)
+    assert not are_parts(np.array(segments, np.int64).reshape(-1, 2), offsets)

@@ -1,0 +1,122 @@
+"""Chats and groups as trees: the losses and gradients of the same as documents."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from data.chat.chat_template import ChatTemplate
+from data.chat.corpus import ChatEncoder, prepare_chats
+from data.rows import InOrder, TextBatches
+from data.text.tokenizer import ByteTokenizer
+from tasks import corpora
+from tests.small.models import Run as Small
+from tests.small.models import assert_same
+from training.feed import host_blocks, place
+from training.mesh import MeshShape
+
+CONTEXT = 160
+DROPS_THOUGHTS = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or m.role == "
+    "'user' else m.content.split(']')[-1] }}{{ eos_token if m.role == 'assistant' }}"
+    "{% endfor %}{{ 'a' if add_generation_prompt }}"
+)
+"""As Qwen 3's template: earlier replies are without their thoughts."""
+ANSWERS = [{"text": "four", "weight": 0.5}, "five", "forty", {"text": "", "weight": 0}]
+ROWS = [
+    {"prompt": "How many are two and two? ", "completions": ANSWERS[:3]},
+    {
+        "messages": [
+            {"role": role, "content": words}
+            for number in range(4)
+            for role, words in (
+                ("user", f"and {number}"),
+                ("assistant", f"[well, {number}]it is {number * 2}"),
+            )
+        ]
+    },
+    {
+        "prompt": {
+            "role": "prompter",
+            "text": "Tell me of rings",
+            "replies": [
+                {"role": "assistant", "text": "They turn", "weight": 2},
+                {
+                    "role": "assistant",
+                    "text": "They are round",
+                    "replies": [
+                        {
+                            "role": "prompter",
+                            "text": why,
+                            "replies": [
+                                {"role": "assistant", "text": f"By {why} {n}"}
+                                for n in range(2)
+                            ],
+                        }
+                        for why in ("why", "how")
+                    ],
+                },
+            ],
+        }
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Corpora of the same rows, as trees and as documents; and what was said of them."""
+    directory = tmp_path_factory.mktemp("trees")
+    source = directory / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, ROWS)))
+    template, found = ChatTemplate("x", DROPS_THOUGHTS, ByteTokenizer()), {}
+    for name, apart in ("trees", False), ("apart", True):
+        encoder = ChatEncoder(template, context_tokens=CONTEXT, apart=apart)
+        output = directory / name
+        said = prepare_chats([source], output, encoder, validation_fraction=0.01)
+        found[name] = output, str(said)
+    return found
+
+
+@functools.cache
+def loss_and_gradients(corpus, shape, attention, **fields):
+    """Of all rows of the train split, and how many there are."""
+    fields |= {"data__corpus": str(corpus), "model__vocab_size": 264}
+    fields |= {"data__rows": "whole", "data__context_tokens": CONTEXT}
+    config = Small(shape, attention, **fields).config
+    plan, _ = corpora.rows(config, "train", 264)
+    small = Small(shape, attention, **fields | {"data__batch_rows": plan.rows})
+    run = small.resolved
+    blocks, ring_size = host_blocks(run.sharding, run.shape), run.partition.ring_size
+    order = run.layout, ring_size, InOrder(), run.shape[1]
+    (read,) = [*TextBatches(plan, blocks, plan.rows, *order)]
+    batch = place(read, run.sharding, run.shape)
+    assert jax.tree.map(np.shape, batch) == jax.tree.map(
+        lambda like: like.shape, run.batch_like
+    )
+    step = jax.jit(jax.value_and_grad(small.loss))
+    parameters = jax.tree.map(lambda x: x / 4, small.parameters)  # for less rounding
+    found = jax.device_get(step(parameters, batch, small.frozen))
+    return *found, batch
+
+
+EVERY = [
+    (MeshShape(ring=4), "striped", {}),
+    (MeshShape(), "vanilla", {}),
+    (MeshShape(ring=8), "zigzag", {}),
+    (MeshShape(ring=4), "ring", {"lora__rank": 2}),
+]
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize("shape, attention, fields", EVERY)
+def test_trees_have_the_losses_and_gradients_of_documents(
+    prepared, shape, attention, fields
+):
+    (trees, _), (apart, _) = prepared["trees"], prepared["apart"]
+    want = loss_and_gradients(apart, MeshShape(), "vanilla", **fields)
+    got = loss_and_gradients(trees, shape, attention, **fields)
+    assert got[0] == pytest.approx(want[0], rel=1e-5)
+    assert_same(got[1], want[1], 1e-5)
+    assert want[2].k_start.ndim == 2 and got[2].k_start.shape[2] == 3
