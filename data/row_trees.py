@@ -1,10 +1,16 @@
 """Trees in a row: segments of tokens, of which each may continue an earlier one."""
 
+import re
+from collections.abc import Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
 
 from kernels.trees import tree
+
+GROUP = re.compile(r"([1-9]\d*)\+([1-9]\d*)x([1-9]\d*)")
+"""A prompt of some tokens, and a number of answers of some: "32768+16x4096"."""
 
 
 class RowTrees(NamedTuple):
@@ -28,6 +34,24 @@ class RowTrees(NamedTuple):
         parents = np.where(back, np.arange(back.size) - back, -1)
         return cls(np.append(begins, stop) - begin, parents)
 
+    @classmethod
+    def repeated(cls, documents: Sequence[int | str], tokens: int) -> "RowTrees":
+        """Returns documents, repeated until the row is full.
+
+        documents: lengths, or groups (see `GROUP`).
+        """
+        ends, parents = [0], []
+        for document in cycle(documents):
+            if ends[-1] >= tokens:
+                break
+            found = GROUP.fullmatch(str(document))
+            sizes = [*map(int, found.groups())] if found else [int(document), 0, 0]
+            prompt, answers, size = sizes
+            parents += [-1] + [len(parents)] * answers
+            ends += (ends[-1] + prompt + size * np.arange(answers + 1)).tolist()
+        bounds = np.minimum(ends, tokens)
+        return cls(bounds, np.array(parents))
+
     @property
     def sizes(self) -> np.ndarray:
         """Tokens of each, int64 (s,)."""
@@ -45,7 +69,7 @@ class RowTrees(NamedTuple):
 
     @property
     def goes_on(self) -> np.ndarray:
-        """Whether the next one continues each: its first token comes next, bool (s,)."""
+        """Whether the next one continues each, bool (s,): its first token is next."""
         return np.append(self.parents[1:] == np.arange(self.parents.size - 1), False)
 
     @property

@@ -108,7 +108,12 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     tokens, mask = config.data.context_tokens, document_mask(config)
     most = max(corpus.intervals for corpus in corpora)
     if most > 1:
-        _check_trees(config)
+        where = f"config.data.corpus={config.data.corpus!r}"
+        check_trees(config, where)
+        if config.data.rows != "whole":
+            raise ValueError(
+                f'{config.data.rows=} must be "whole" with {where}, which has trees'
+            )
     cut = functools.partial(ROW_PLANS[config.data.rows], length=tokens, mask=mask)
     plans = [cut(corpus, intervals=most) for corpus in corpora]
     plan = plans[0]
@@ -121,18 +126,21 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     return plan, order
 
 
-def _check_trees(config: ConfigDict) -> None:
-    """Refuses rows of trees that are cut, and windows, which would count branches."""
+def check_trees(config: ConfigDict, trees: str) -> None:
+    """Refuses masks with windows, which would count branches beside a token's own.
+
+    trees: what has them, for messages.
+
+    Raises:
+      ValueError: the mask is not causal, or layers have a window shorter than a row.
+    """
     window, tokens = config.model.window, config.data.context_tokens
     wrong = ""
-    if config.data.rows != "whole":
-        wrong = f'{config.data.rows=} must be "whole"'
-    elif config.mask != "causal":
+    if config.mask != "causal":
         wrong = f'{config.mask=} must be "causal"'
     elif 0 < window < tokens:
-        wrong = f"config.model.window={window} must be {tokens} tokens, a row's, or more"
+        wrong = f"{config.model.window=} must be 0, or at least {tokens} as a row"
     if wrong:
         raise ValueError(
-            f"{wrong} with config.data.corpus={config.data.corpus!r}, which has trees: "
-            "prepare the corpus with --apart to have none"
+            f"{wrong}, with trees of {trees}: prepare_chat --apart makes documents"
         )

@@ -8,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
+from data.row_trees import RowTrees
 from kernels.chips import Chip
 from kernels.cost.choice import (
     Choice,
@@ -34,13 +35,16 @@ DRAWN, MOST_TOKENS, SEED = 8, 1 << 23, 0
 
 
 def typical_rows(
-    config: ConfigDict, documents: tuple[int, ...] = ()
+    config: ConfigDict, documents: tuple[int | str, ...] = ()
 ) -> tuple[Row, ...]:
     """Returns rows alike those of a run.
 
-    documents: lengths of those packed in a row, repeated; () for rows drawn from the
-      corpora that the config names, or of one document without corpora. What is
+    documents: those packed in a row, as of `RowTrees.repeated`; () for rows drawn from
+      the corpora that the config names, or of one document without corpora. What is
       wrong with corpora is found where their rows are read.
+
+    Raises:
+      ValueError: there are groups, and windows.
     """
     tokens, mask = config.data.context_tokens, document_mask(config)
     index = np.arange(tokens, dtype=np.int32)
@@ -53,6 +57,10 @@ def typical_rows(
         numbers = np.random.default_rng(SEED).integers(plan.rows, size=size)
         read = (plan.read(int(number), index) for number in numbers)
         return tuple(_row(mask, batch.k_start.T, batch.k_end.T) for batch in read)
+    if any(isinstance(document, str) for document in documents):
+        corpora.check_trees(config, f"documents {' '.join(map(str, documents))}")
+        k_start, k_end = RowTrees.repeated(documents, tokens).visible(index, 2)
+        return (_row(mask, k_start.T, k_end.T),)
     first, end = document_spans(documents, index, tokens)
     bounds = (bound.astype(np.int32) for bound in mask.bounds(index, first, end))
     return (_row(mask, *bounds),)

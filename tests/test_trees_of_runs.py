@@ -66,7 +66,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Corpora of the same rows, as trees and as documents; and what was said of them."""
+    """Corpora of the same rows, as trees and as documents; and what was said."""
     directory = tmp_path_factory.mktemp("trees")
     source = directory / "rows.jsonl"
     source.write_text("\n".join(map(json.dumps, ROWS)))

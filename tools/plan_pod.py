@@ -38,6 +38,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from data.row_trees import GROUP
 from kernels import layouts
 from models.memory import NEXT
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
@@ -60,11 +61,11 @@ MOST_MESHES = 12
 
 
 def compiled_plan(
-    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int, ...] = ()
+    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int | str, ...] = ()
 ) -> Plan:
     """Compiles the plan of a config; says so on the standard error.
 
-    documents: lengths of those packed in a row, repeated; none for one document.
+    documents: those packed in a row (see `typical_rows`); none for one document.
 
     Raises:
       ValueError: something in the config is wrong; before anything is compiled.
@@ -79,7 +80,7 @@ def compiled_plan(
 
 
 def find_max_context(
-    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int, ...] = ()
+    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int | str, ...] = ()
 ) -> Plan:
     """Finds the plan of the longest context that leaves SPARE_SHARE of the memory.
 
@@ -111,7 +112,7 @@ def find_max_context(
 
 
 def fit_remat(
-    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int, ...] = ()
+    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int | str, ...] = ()
 ) -> Plan:
     """Finds the plan of the most layers that keep more and leave SPARE_SHARE.
 
@@ -158,7 +159,7 @@ class _Plans:
 
     config: ml_collections.ConfigDict
     pod: Pod
-    documents: tuple[int, ...]
+    documents: tuple[int | str, ...]
     change: Callable[[int], str]
     found: dict[int, Plan] = dataclasses.field(default_factory=dict)
 
@@ -231,6 +232,11 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
         write_json(options.output, value)
 
 
+def _document(text: str) -> int | str:
+    """Reads a length, or a group."""
+    return text if GROUP.fullmatch(text) else at_least(1)(text)
+
+
 @as_program
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
@@ -243,11 +249,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, metavar="TOKENS", help="of a row")
     parser.add_argument(
         "--documents",
-        type=at_least(1),
+        type=_document,
         nargs="+",
         default=(),
         metavar="TOKENS",
-        help="lengths packed in a row, repeated until it is full (default: one)",
+        help="lengths packed in a row, repeated until it is full (default: one); of a "
+        "prompt and its answers as 32768+16x4096",
     )
     parser.add_argument("--output", type=Path, metavar="JSON")
     parser.add_argument(

@@ -34,6 +34,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--context-tokens", required=True, type=at_least(2), help=rows)
     add("--template", choices=(OWN, *FORMATS), help=turns)
     add("--too-long", choices=TOO_LONG, default="truncate", help=beyond)
+    apart = "documents in place of trees, as models with sliding windows need"
+    add("--apart", action="store_true", help=apart)
     return parser.parse_args(arguments)
 
 
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         open_template(name, tokenizer),
         context_tokens=chosen.context_tokens,
         too_long=chosen.too_long,
+        apart=chosen.apart,
     )
     summary = prepare_chats(
         chosen.inputs, chosen.output, encoder, **input_options(chosen)

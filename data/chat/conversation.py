@@ -305,7 +305,7 @@ def _turn(turn: Any, its_format: TurnFormat) -> Turn | str:
 
 
 def _weight(turn: Mapping[str, Any]) -> float | None:
-    """Returns the weight of a turn's loss, 1 where it says none; None: it is no such."""
+    """Returns the weight of a turn's loss, 1 without any; None: not a weight."""
     weight = 1.0
     for name in LEARNED:
         try:

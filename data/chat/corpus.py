@@ -92,7 +92,9 @@ class ChatEncoder:
             whole = [text for tree in trees for text in tree]
             documents, kept = [], 0
             for tree in trees:
-                cut = [Document(*(x[: self.context] for x in text[:2])) for text in tree]
+                cut = [
+                    Document(*(x[: self.context] for x in text[:2])) for text in tree
+                ]
                 # A document's first token is not a target.
                 cut = [text for text in cut if text.weights[1:].any()]
                 kept += sum(text.tokens.size for text in cut)
@@ -130,9 +132,7 @@ class ChatEncoder:
     def _documents(self, conversation: Conversation) -> list[Document]:
         """Returns the documents of a conversation, [] where the template refuses it."""
         try:
-            return self.template.documents(
-                conversation.messages, conversation.weights
-            )
+            return self.template.documents(conversation.messages, conversation.weights)
         except ValueError:
             return []
 

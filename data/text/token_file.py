@@ -12,9 +12,9 @@ A corpus is a directory:
     train.documents.bin     little-endian uint64: where each document starts; first 0
     train.loss.bin          uint8, 1 for each token with a loss, or float32, the weight
                             of each; not there where all have
-    train.segments.bin      little-endian uint64 pairs: where each part of a tree starts,
-                            and how many parts before it is the one that it continues, 0
-                            for none; not there without trees
+    train.segments.bin      little-endian uint64 pairs: where each part of a tree
+                            starts, and how many before it is the one that it
+                            continues, 0 for none; not there without trees
     validation.…            the same for the held-out documents
 
 A document runs to the start of the next one, its end-of-document token included.
@@ -123,8 +123,8 @@ class TokenFile:
             segments = read[:]
             if not are_parts(segments, offsets):
                 raise ValueError(
-                    f"{read.path} is damaged: it has no parts of the documents; copy it "
-                    f"again or {FORMAT.remedy}"
+                    f"{read.path} is damaged: its parts are not of the documents; copy "
+                    f"it again or {FORMAT.remedy}"
                 )
         return cls(
             directory,
@@ -316,7 +316,7 @@ class TokenFileWriter(PackedWriter):
 
         Raises:
           ValueError: the tokens are empty, or ids that the vocabulary has not; weights
-            are missing, of another shape, or not asked for; an array is of another type.
+            are missing, not asked for, or of another shape; or arrays of another type.
         """
         tokens, ids = np.asarray(tokens), (0, 0)
         is_whole = np.issubdtype(tokens.dtype, np.integer) and tokens.ndim == 1

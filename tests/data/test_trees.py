@@ -10,8 +10,12 @@ from data.row_trees import RowTrees
 from data.rows import WholeRows
 from data.text.prefix_tree import Document, are_parts, join, join_within
 from data.text.token_file import TokenFile, TokenFileWriter
+from kernels.cost.work import Row, Sequence
+from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.trees import tree
+from tasks.layout_choice import typical_rows
 from tests.small.corpora import NUMBERS, read_rows
+from tests.small.runs import small_config
 
 KINDS = {"mask": (bool, [0, 1]), "weights": (np.float32, [0, 0.25, 1, 1.5])}
 
@@ -42,7 +46,9 @@ def losses_of(row):
     """The same of a row, of which each token sees some intervals."""
     found = Counter()
     for i in np.flatnonzero(row.loss_weights):
-        bounds = sorted(zip(row.k_start[i].tolist(), row.k_end[i].tolist(), strict=True))
+        bounds = sorted(
+            zip(row.k_start[i].tolist(), row.k_end[i].tolist(), strict=True)
+        )
         seen = [index for begin, end in bounds for index in range(begin, end)]
         assert len({*seen}) == len(seen) == row.positions[i] + 1 and seen[-1] == i
         assert row.positions[seen].tolist() == [*range(len(seen))]
@@ -128,6 +134,29 @@ def test_answers_are_branches_of_their_prompt(texts, tokens, weights, segments):
     assert "".join(map(chr, document.tokens)) == tokens
     assert "".join(f"{weight:.0f}" for weight in document.weights) == weights
     np.testing.assert_array_equal(document.segments, segments)
+
+
+def test_documents_and_groups_fill_a_row():
+    trees = RowTrees.repeated(("10+3x4", 6), 60)
+    ends = [0, 10, 14, 18, 22, 28, 38, 42, 46, 50, 56, 60]
+    assert trees.bounds.tolist() == [*ends, *[60] * 3]
+    assert trees.parents.tolist() == [-1, 0, 0, 0, -1, -1, 5, 5, 5, -1, -1, 10, 10, 10]
+    assert trees.depths.tolist() == [0, 10, 10, 10, 0, 0, 10, 10, 10, 0, 0, 4, 4, 4]
+    config = small_config("", "", data__context_tokens=60, attention="vanilla")
+    (row,) = typical_rows(config, ("10+3x4", 6))
+    assert row.intervals == 2 and row.pairs == trees.pairs
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Striped(), Zigzag()])
+def test_a_ring_s_work_is_that_of_all_intervals(layout):
+    bounds = RowTrees.repeated(("700+3x500",), 4096).visible(np.arange(4096), 2)
+    row = Row(*(bound.T for bound in bounds))
+    alone = [Row(*pair) for pair in zip(row.k_start, row.k_end, strict=True)]
+    whole, *parts = (Sequence(x, layout, 4, 1024).work() for x in (row, *alone))
+    for name in "pairs", "partial":
+        total = sum(getattr(part, name) for part in parts)
+        np.testing.assert_array_equal(getattr(whole, name), total)
+    assert {1, 2} >= {*whole.rows.ravel().tolist()} >= {2}
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def suggestions(
     config: ml_collections.ConfigDict,
     devices: int,
     chip: Chip,
-    documents: tuple[int, ...] = (),
+    documents: tuple[int | str, ...] = (),
 ) -> list[Suggestion]:
     """Returns every mesh of a number of devices, best first.
 

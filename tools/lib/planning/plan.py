@@ -78,7 +78,7 @@ class Plan:
 
     execution: remat and chunks as they were chosen.
     unknown_loops: loops with collectives and unknown trip count, counted once.
-    documents: lengths of those packed in a row, repeated; none for one document.
+    documents: those packed in a row (see `typical_rows`); none for one document.
     estimate: the least that it takes. at_cycles: at XLA's own cycles, and on links as
       they were measured.
     compile_seconds, planner_bytes: wall-clock time and peak memory on this machine.
@@ -103,7 +103,7 @@ class Plan:
     at_cycles: Estimate
     compile_seconds: float
     planner_bytes: int
-    documents: tuple[int, ...] = ()
+    documents: tuple[int | str, ...] = ()
 
     @classmethod
     def of(cls, step: Step) -> "Plan":

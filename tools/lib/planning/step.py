@@ -44,7 +44,7 @@ class Step:
     program: (state, batch, frozen) -> (state, metrics), jitted.
     frozen: shapes, dtypes and shardings of the parameters that are not trained.
     implementation: the attention kernel that it runs.
-    documents: lengths of those packed in a row, repeated; none for one document.
+    documents: those packed in a row (see `typical_rows`); none for one document.
     """
 
     run: Run
@@ -52,14 +52,14 @@ class Step:
     program: jax.stages.Wrapped
     frozen: Any
     implementation: str
-    documents: tuple[int, ...] = ()
+    documents: tuple[int | str, ...] = ()
 
     @classmethod
     def of(
         cls,
         config: ml_collections.ConfigDict,
         pod: Pod,
-        documents: tuple[int, ...] = (),
+        documents: tuple[int | str, ...] = (),
     ) -> "Step":
         """Builds the step as `train.py` does.
 

@@ -78,7 +78,8 @@ def _memory_lines(plan: Plan) -> list[str]:
 def _documents(plan: Plan) -> str:
     if not plan.documents:
         return ""
-    return f" in documents of {', '.join(f'{n:,}' for n in plan.documents)}"
+    named = (n if isinstance(n, str) else f"{n:,}" for n in plan.documents)
+    return f" in documents of {', '.join(named)}"
 
 
 def _sent_lines(plan: Plan) -> list[str]:
