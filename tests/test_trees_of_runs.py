@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+from unittest import mock
 
 import jax
 import numpy as np
@@ -10,10 +12,12 @@ import pytest
 from data.chat.chat_template import ChatTemplate
 from data.chat.corpus import ChatEncoder, prepare_chats
 from data.rows import InOrder, TextBatches
+from data.text import prefix_tree
 from data.text.tokenizer import ByteTokenizer
 from tasks import corpora
+from tasks.layout_choice import typical_rows
 from tests.small.models import Run as Small
-from tests.small.models import assert_same
+from tests.small.models import assert_same, config_of
 from training.feed import host_blocks, place
 from training.mesh import MeshShape
 
@@ -24,9 +28,9 @@ DROPS_THOUGHTS = (
     "{% endfor %}{{ 'a' if add_generation_prompt }}"
 )
 """As Qwen 3's template: earlier replies are without their thoughts."""
-ANSWERS = [{"text": "four", "weight": 0.5}, "five", "forty", {"text": "", "weight": 0}]
+ANSWERS = [{"text": "four", "weight": 0.5}, "five", "forty"]
 ROWS = [
-    {"prompt": "How many are two and two? ", "completions": ANSWERS[:3]},
+    {"prompt": "How many are two and two? ", "completions": ANSWERS},
     {
         "messages": [
             {"role": role, "content": words}
@@ -69,12 +73,14 @@ def prepared(tmp_path_factory):
     """Corpora of the same rows, as trees and as documents; and what was said."""
     directory = tmp_path_factory.mktemp("trees")
     source = directory / "rows.jsonl"
-    source.write_text("\n".join(map(json.dumps, ROWS)))
+    lines = [*ROWS, {"prompt": "To be held out, by its digest", "completions": ["x"]}]
+    source.write_text("\n".join(map(json.dumps, lines)))
     template, found = ChatTemplate("x", DROPS_THOUGHTS, ByteTokenizer()), {}
     for name, apart in ("trees", False), ("apart", True):
         encoder = ChatEncoder(template, context_tokens=CONTEXT, apart=apart)
         output = directory / name
-        said = prepare_chats([source], output, encoder, validation_fraction=0.01)
+        with mock.patch.object(prefix_tree, "LEAST_SHARED", 2):
+            said = prepare_chats([source], output, encoder, validation_fraction=0.01)
         found[name] = output, str(said)
     return found
 
@@ -106,6 +112,7 @@ EVERY = [
     (MeshShape(), "vanilla", {}),
     (MeshShape(ring=8), "zigzag", {}),
     (MeshShape(ring=4), "ring", {"lora__rank": 2}),
+    (MeshShape(ring=2, ulysses=2), "striped", {"remat": "tail"}),
 ]
 
 
@@ -114,9 +121,44 @@ EVERY = [
 def test_trees_have_the_losses_and_gradients_of_documents(
     prepared, shape, attention, fields
 ):
-    (trees, _), (apart, _) = prepared["trees"], prepared["apart"]
+    (trees, said), (apart, _) = prepared["trees"], prepared["apart"]
+    assert re.search(r"train +3 documents", said)  # all but the last row
     want = loss_and_gradients(apart, MeshShape(), "vanilla", **fields)
     got = loss_and_gradients(trees, shape, attention, **fields)
     assert got[0] == pytest.approx(want[0], rel=1e-5)
     assert_same(got[1], want[1], 1e-5)
     assert want[2].k_start.ndim == 2 and got[2].k_start.shape[2] == 3
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        (
+            {"data__rows": "packed"},
+            r"rows='packed' must be \"whole\" with config.data.c",
+        ),
+        (
+            {"mask": "window(9)"},
+            r"mask='window\(9\)' must be \"causal\", with trees of ",
+        ),
+        ({"model__window": 159}, "window=159 must be 0, or at least 160 .* --apart"),
+    ],
+)
+def test_trees_that_would_be_cut_or_seen_through_windows_are_refused(
+    prepared, fields, said
+):
+    given = {"data__rows": "whole", "data__context_tokens": CONTEXT} | fields
+    config = config_of("striped", data__corpus=str(prepared["trees"][0]), **given)
+    with pytest.raises(ValueError, match=said):
+        corpora.rows(config, "train", 264)
+    if "data__rows" not in fields:
+        with pytest.raises(ValueError, match="documents 9[+]2x3: prepare_chat --apart"):
+            typical_rows(config, ("9+2x3",))
+
+
+def test_a_summary_says_what_trees_save(prepared):
+    said, apart = (said for _, said in prepared.values())
+    sizes = [int(found) for found in re.findall(r"(\d+) tokens ", apart)]
+    found = re.search(r"trees: (\d+) tokens in place of (\d+); a token sees up t", said)
+    assert int(found[2]) == sum(sizes) > 1.9 * int(found[1])
+    assert "trees: " not in apart

@@ -7,8 +7,11 @@ target, the next one in the stream, and the tree has the losses of all its texts
     a b c d e        a b | c d e | c f
     a b c f
 
-A trunk is written before its branches, and these in the order in which they leave it;
-the trunk goes on where most intervals are needed (see `kernels.trees.tree`).
+Texts that share less than LEAST_SHARED tokens are documents of their own, and branches
+that share less of their own leave the trunk by themselves: a token would see one more
+interval of keys for little. A trunk is written before its branches, and these in the
+order in which they leave it; it goes on where most intervals are needed (see
+`kernels.trees.tree`).
 """
 
 from bisect import bisect_right
@@ -17,6 +20,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
+LEAST_SHARED = 256
+"""Tokens that branches share, at least: a sub-tile of the kernels."""
 
 
 class Document(NamedTuple):
@@ -51,6 +57,20 @@ class _Node:
     intervals: int = 1
 
     @property
+    def is_short(self) -> bool:
+        """Whether its branches share too little."""
+        return len(self.branches) > 0 and self.end - self.begin < LEAST_SHARED
+
+    def dissolved(self) -> list["_Node"]:
+        """Returns the branches with the node's tokens in each."""
+        going_on = {number for branch in self.branches for number in branch.texts}
+        self.branches[0].texts += [n for n in self.texts if n not in going_on]
+        for branch in self.branches:
+            branch.begin, branch.among = self.begin, self.among
+            branch.parent = self.parent
+        return self.branches
+
+    @property
     def trunk(self) -> "_Node | None":
         """The branch that the trunk goes on with: where most intervals are needed."""
         return max(self.branches, key=lambda node: node.intervals, default=None)
@@ -59,8 +79,7 @@ class _Node:
 def join(texts: Sequence[Document]) -> list[Document]:
     """Writes texts as trees; a token's weight is the sum over the texts with it.
 
-    texts: without segments, with weights. Those that share but a first token, or none,
-      are trees of their own.
+    texts: without segments, with weights.
     """
     if len(texts) == 1:
         return [*texts]
@@ -145,12 +164,18 @@ def _split(texts: Sequence[np.ndarray]) -> list[_Node]:
             nodes.append(parent)
             among = some
         todo += [(group, among, end, parent) for group in reversed(groups.values())]
+    roots: list[_Node] = []
     for node in reversed(nodes):
+        while short := [b for b in node.branches if b.is_short and b is not node.trunk]:
+            node.branches.remove(short[0])
+            node.branches += short[0].dissolved()
         needs = sorted(branch.intervals for branch in node.branches)
         node.intervals = max([1, *needs[-1:], *(need + 1 for need in needs[:-1])])
-        if node.parent is not None:
-            node.parent.branches.insert(0, node)
-    return [node for node in nodes if node.parent is None]
+        (roots if node.parent is None else node.parent.branches).insert(0, node)
+    while short := [root for root in roots if root.is_short]:
+        roots.remove(short[0])
+        roots += short[0].dissolved()
+    return roots
 
 
 def _shared(texts: Sequence[np.ndarray], begin: int) -> int:

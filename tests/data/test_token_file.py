@@ -163,7 +163,7 @@ def test_ids_and_marks_that_no_corpus_has_are_never_read(tmp_path):
         rows.read(0, np.arange(2, dtype=np.int32))
     directory = test_packed.write(tmp_path / "masked")
     overwrite(directory / "train.loss.bin", 1, np.array([7], "u1"))
-    match = r"train\.loss\.bin has mark 7 at place 1, and 1 is the largest"
+    match = r"train\.loss\.bin has weight 7 at place 1, and 1 is the largest"
     with pytest.raises(ValueError, match=match):
         TokenFile.open(directory, "train").weights(np.arange(3))
 

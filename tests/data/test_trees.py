@@ -8,6 +8,7 @@ import pytest
 from data.document_mask import DocumentMask
 from data.row_trees import RowTrees
 from data.rows import WholeRows
+from data.text import prefix_tree
 from data.text.prefix_tree import Document, are_parts, join, join_within
 from data.text.token_file import TokenFile, TokenFileWriter
 from kernels.cost.work import Row, Sequence
@@ -63,8 +64,17 @@ def text(words):
     return Document(tokens, np.ones(tokens.size, bool))
 
 
+@pytest.fixture
+def shares_all(monkeypatch):
+    monkeypatch.setattr(prefix_tree, "LEAST_SHARED", 0)
+
+
+@pytest.mark.parametrize("least", [0, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_trees_have_the_losses_of_their_texts(tmp_path, kind, rng):
+def test_rows_of_trees_have_the_losses_of_their_texts(
+    tmp_path, kind, least, rng, monkeypatch
+):
+    monkeypatch.setattr(prefix_tree, "LEAST_SHARED", least)
     groups = [drawn_texts(rng, kind) for _ in range(60)]
     documents = [tree for texts in groups for tree in join_within(texts, 80)]
     with TokenFileWriter(tmp_path / "c", NUMBERS, has_loss_mask=True) as writer:
@@ -72,7 +82,7 @@ def test_rows_of_trees_have_the_losses_of_their_texts(tmp_path, kind, rng):
         for document in documents:
             writer.write("train", *document)
     corpus = TokenFile.open(tmp_path / "c", "train")
-    assert corpus.intervals == max(d.intervals for d in documents) > 2
+    assert corpus.intervals == max(d.intervals for d in documents) > 1
     plan = WholeRows(corpus, 90, DocumentMask(), corpus.intervals)
     rows = read_rows(plan)
     assert sum((losses_of(row) for row in rows), Counter()) == sum(
@@ -88,7 +98,7 @@ def test_rows_of_trees_have_the_losses_of_their_texts(tmp_path, kind, rng):
             np.testing.assert_array_equal(part, whole[some])
 
 
-def test_trees_have_as_few_tokens_and_intervals_as_they_need(rng):
+def test_trees_have_as_few_tokens_and_intervals_as_they_need(rng, shares_all):
     """A token for all that see the same and have the same target; see `tree`."""
     most = Counter()
     for _ in range(300):
@@ -129,11 +139,26 @@ def test_trees_have_as_few_tokens_and_intervals_as_they_need(rng):
         (["ab", "ab"], "ab", "02", None),
     ],
 )
-def test_answers_are_branches_of_their_prompt(texts, tokens, weights, segments):
+def test_answers_are_branches_of_their_prompt(
+    texts, tokens, weights, segments, shares_all
+):
     (document,) = join([*map(text, texts)])
     assert "".join(map(chr, document.tokens)) == tokens
     assert "".join(f"{weight:.0f}" for weight in document.weights) == weights
     np.testing.assert_array_equal(document.segments, segments)
+
+
+@pytest.mark.parametrize(
+    "least, sizes, intervals",
+    [(0, [16], 3), (2, [17], 2), (6, [17], 2), (7, [11, 9, 9], 2), (8, [9] * 4, 1)],
+)
+def test_answers_that_begin_alike_by_chance_add_no_interval(
+    monkeypatch, least, sizes, intervals
+):
+    monkeypatch.setattr(prefix_tree, "LEAST_SHARED", least)
+    documents = join([*map(text, ["Prompt:xa", "Prompt:xb", "Prompt:yc", "Prompt:yd"])])
+    assert [document.tokens.size for document in documents] == sizes
+    assert max(document.intervals for document in documents) == intervals
 
 
 def test_documents_and_groups_fill_a_row():
