@@ -27,7 +27,8 @@ class Cache(NamedTuple):
     """Keys and values of the tokens so far, of all layers.
 
     keys, values: (Y, B, S, K, D), of Y layers in S slots; keys are rotated.
-    index: int32 (B, S), of the token in each slot in its own row, or `EMPTY`.
+    index: int32 (B, S), of the token in each slot in its own row, or `EMPTY`; see
+      `append` for branches.
     filled: int32 (N,), slots of each member of the ring that are taken, in some row.
     """
 
@@ -135,6 +136,7 @@ def append(
     cache: Cache,
     operations: CacheOperations,
     window: int = 0,
+    trunk: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Runs a few new tokens of each row through the layers.
 
@@ -143,6 +145,10 @@ def append(
       new tokens; a token attends to its row up to its own index.
     cache: where it has no room, tokens are lost.
     window: tokens that a token sees in every layer, its own included; 0 for all.
+    trunk: int32 (B,), first tokens of each row, which m branches share; None: the new
+      tokens are a row's next ones. Else they are one of each branch, which attends to
+      the trunk and to its own branch. Branch b keeps its index plus b * (S // m) in the
+      cache: more tokens than that do not go into it.
 
     The new keys and values go to the member of the ring that has the fewest, in m slots
     from the first that is free. Of these, all are taken up to the last with an index in
@@ -158,8 +164,12 @@ def append(
     _check_index(x, index)
     member = jnp.argmin(cache.filled).astype(jnp.int32)
     slot = cache.filled[member]
-    indices = operations.put(cache.index[None], index, 0, member, slot)[0]
-    k_end = jnp.where(index == EMPTY, 0, index + 1)
+    k_end, code = jnp.where(index == EMPTY, 0, index + 1), index
+    if trunk is not None:
+        tokens, slots = index.shape[1], cache.index.shape[1]
+        branch = jnp.arange(tokens, dtype=jnp.int32) * (slots // tokens)
+        code, trunk = index + branch, trunk[:, None]
+    indices = operations.put(cache.index[None], code, 0, member, slot)[0]
     of_run = window
 
     def keep_and_attend(q, k, v, stacks, layer, window=0, **sinks):
@@ -170,6 +180,10 @@ def append(
         window = min(window or of_run, of_run or window)
         k_start = (k_end - window).clip(0) if window else jnp.zeros_like(k_end)
         visible = k_start, k_end
+        if trunk is not None:
+            starts = k_start, jnp.maximum(k_start, trunk) + branch
+            ends = jnp.minimum(k_end, trunk), k_end + branch
+            visible = jnp.stack(starts), jnp.stack(ends)  # (2, B, m)
         out = operations.attend(q, keys, values, indices, visible, layer, **sinks)
         return out, (keys, values)
 

@@ -2,6 +2,7 @@
 
 Rows of a batch go their own way: prompts may differ in length, and a row that has ended
 waits for the others. A prompt that begins with what is in the cache goes on from there.
+A prompt may have several samples: they branch off one row of the cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,12 @@ NOTHING = -1
 """Token of a row that has ended."""
 
 
-def last_of_rows(hidden: jax.Array, index: jax.Array) -> jax.Array:
-    """Selects each row's last token of hidden states (B, T, E), any order: (B, E)."""
+def last_of_rows(hidden: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Selects each row's last token, of any order: hidden (B, 1, E), index (B, 1)."""
     place = jnp.where(index == EMPTY, -1, index)  # (B, T)
-    is_last = place == place.max(axis=1, keepdims=True)
-    return jnp.where(is_last[..., None], hidden, 0).sum(axis=1)
+    last = place.max(axis=1, keepdims=True)
+    is_last = (place == last)[..., None]
+    return jnp.where(is_last, hidden, 0).sum(axis=1, keepdims=True), last
 
 
 MOST_BLOCKS = 8
@@ -40,7 +42,7 @@ def _shared(prompt: np.ndarray, row: Sequence[int]) -> int:
 class Held:
     """A cache that one text leaves for the next.
 
-    tokens: those in the cache, of each row.
+    tokens: those in the cache, of each row and its first sample.
     """
 
     cache: Cache | None = None
@@ -53,14 +55,15 @@ class Generator:
 
     empty: () -> cache.
     prefill: (parameters, empty cache, tokens, index, seed) -> (cache, next tokens
-      (B, 1), their index (B, 1)). tokens, index: int32 (B, T) in layout order; `EMPTY`
+      (B, samples), their index). tokens, index: int32 (B, T) in layout order; `EMPTY`
       is the index of padding, which comes after a row's last token.
-    step: (parameters, cache, tokens (B, m), index (B, m), seed) -> the same. cut: as
-      `cache.cut`. All take the cache's place.
+    step: (parameters, cache, tokens (B, m), index (B, m), seed, trunk) -> the same.
+      trunk: as of `cache.append`. cut: as `cache.cut`. All take the cache's place.
     place: from an array of the host, (B, T), to the mesh.
     order: from T to the indices in layout order, (T,).
     divisor: T is a multiple of it.
-    rows, slots: B and S.
+    rows, slots: B and S. members: of the ring, that share out the slots.
+    samples: of each prompt.
     block: m of the tokens of a prompt that goes on; 0: none can.
     """
 
@@ -73,7 +76,18 @@ class Generator:
     divisor: int
     rows: int
     slots: int
+    members: int
+    samples: int
     block: int
+
+    def room(self, taken: int) -> int:
+        """Returns how many tokens a sample may get where some slots are taken.
+
+        The last one drawn is never put into the cache. The samples' tokens of a step go
+        to one member, and fewer slots than they need may be left on each.
+        """
+        free = self.slots - taken - self.members * (self.samples - 1)
+        return free // self.samples + 1
 
     def check(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
         """Refuses what does not go into the cache.
@@ -104,13 +118,14 @@ class Generator:
             )
         if max_tokens < 1 or max_tokens != int(max_tokens):
             raise ValueError(f"{max_tokens=} must be at least 1, a whole number")
-        # The last token drawn is never put into the cache.
-        room = self.slots - max(lengths) + 1
+        room = self.room(max(lengths))
         if max_tokens > room:
             fewer = f"ask for at most {room} tokens" if room > 0 else "shorten it"
+            many = f" ({self.samples} samples a row)" if self.samples > 1 else ""
             raise ValueError(
-                f"a prompt of {max(lengths)} tokens and {max_tokens=} do not go into "
-                f"the cache of {self.slots} tokens: {fewer}, or make the cache larger"
+                f"a prompt of {max(lengths)} tokens and {max_tokens=}{many} do not go "
+                f"into the cache of {self.slots} tokens: {fewer}, or make the cache "
+                "larger"
             )
 
     def generate(
@@ -122,13 +137,16 @@ class Generator:
         stop_tokens: Sequence[int] = (),
         held: Held | None = None,
     ) -> Iterator[np.ndarray]:
-        """Yields the rows' next tokens, int32 (B,), as they come.
+        """Yields the next tokens, int32 (samples * B,), as they come.
+
+        Sample i of row r is at i * B + r.
 
         prompts: int (n,) each, of any lengths.
-        max_tokens: that a row gets at most.
-        seed: of the random numbers, from 0; rows and steps draw their own.
-        stop_tokens: after one of them a row has ended, and gets `NOTHING`. When all
-          rows have, so has the iterator.
+        max_tokens: that a sample gets at most.
+        seed: of the random numbers, from 0; each place and step draws its own, however
+          many samples there are.
+        stop_tokens: after one of them a sample has ended, and gets `NOTHING`. When all
+          have, so has the iterator.
         held: what a text before left, and this one leaves; of a prompt that begins
           like it, the rest alone is computed.
 
@@ -148,17 +166,20 @@ class Generator:
                 found = self.prefill(parameters, self.empty(), tokens, index, seed)
             held.cache, tokens, index = found
             held.tokens = [text.tolist() for text in texts]
-            ended = np.zeros(self.rows, bool)
+            lengths = np.array([len(text) for text in texts], np.int32)
+            trunk = lengths if self.samples > 1 else None
+            ended = np.zeros(self.samples * self.rows, bool)
             for number in range(max_tokens):
                 drawn, is_last = tokens, number + 1 == max_tokens
                 if not is_last:
                     # Started before the last tokens are looked at, so that devices need
                     # not wait for the host.
-                    found = self.step(parameters, held.cache, drawn, index, seed)
-                    held.cache, tokens, index = found
-                drawn = np.asarray(drawn)[:, 0]
+                    given = parameters, held.cache, drawn, index, seed, trunk
+                    held.cache, tokens, index = self.step(*given)
+                drawn = np.asarray(drawn).T.reshape(-1)  # (samples * B,)
                 if not is_last:
-                    for row, token in zip(held.tokens, drawn.tolist(), strict=True):
+                    first = drawn[: self.rows].tolist()
+                    for row, token in zip(held.tokens, first, strict=True):
                         row.append(token)
                 yield np.where(ended, NOTHING, drawn)
                 ended |= np.isin(drawn, stop_tokens)
@@ -192,7 +213,7 @@ class Generator:
         cache, held.cache = self.cut(held.cache, read), None
         filled = np.array(cache.filled)
         share, tokens, index = self.slots // filled.size, None, None
-        if filled.sum() + new + max_tokens - 1 > self.slots:
+        if self.room(int(filled.sum()) + new) < max_tokens:
             return None
         while (read < lengths).any():
             member = filled.argmin()

@@ -62,27 +62,34 @@ def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
 
 
 def generator(
-    run: TextRun, sampling: Sampling, *, rows: int, cache_tokens: int
+    run: TextRun,
+    sampling: Sampling,
+    *,
+    rows: int,
+    cache_tokens: int,
+    samples: int = 1,
 ) -> Generator:
     """Builds the programs that generate with the run's model on its mesh.
 
     rows: prompts at a time. cache_tokens: most tokens of a row's prompt and its
-      continuation; rounded up to what the layout can shard.
+      samples; rounded up to what the layout can shard. samples: of each prompt.
 
     Raises:
-      ValueError: rows, heads or sizes that do not divide over the mesh, or a cache of
-        no tokens.
+      ValueError: rows, heads or sizes that do not divide over the mesh, a cache of no
+        tokens, or no samples.
     """
     layout, partition = run.layout, run.partition
     mesh, ring = partition.mesh, partition.ring_size
-    if cache_tokens < 1:
-        raise ValueError(f"a cache of {cache_tokens} tokens must have at least 1")
+    if min(cache_tokens, samples) < 1:
+        raise ValueError(f"{cache_tokens=} and {samples=} must be at least 1")
     members = partition.shards("sequence")  # that share out the cache
-    slots = padded_length(layout, ring, cache_tokens, partition.slices)
-    prefill, step = _programs(run, sampling)
+    most = cache_tokens + members * (samples - 1)  # see `Generator.room`
+    slots = padded_length(layout, ring, most, partition.slices)
+    prefill, step = _programs(run, sampling, samples)
     sizes, dtype = run.sizes, run.compute_dtype
     shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
     cache = cache_shardings(partition, shape)
+    empty = functools.partial(caches.empty_cache, shape, dtype, members)
     whole = NamedSharding(mesh, PartitionSpec())
     compile_program = functools.partial(
         jax.jit,
@@ -99,10 +106,7 @@ def generator(
     scores = slots // members * heads * -(-rows // partition.shards("batch"))
     block = 0 if run.mask.prefix else _block(scores, slots // members)
     return Generator(
-        empty=jax.jit(
-            functools.partial(caches.empty_cache, shape, dtype, members),
-            out_shardings=cache,
-        ),
+        empty=jax.jit(empty, out_shardings=cache),
         prefill=compile_program(prefill),
         step=compile_program(step),
         cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
@@ -111,6 +115,8 @@ def generator(
         divisor=divisor(layout, ring, partition.slices),
         rows=rows,
         slots=slots,
+        members=members,
+        samples=samples,
         block=block,
     )
 
@@ -125,7 +131,9 @@ def _block(scores: int, slots: int) -> int:
     return 1 << max(most, 1).bit_length() - 1
 
 
-def _programs(run: TextRun, sampling: Sampling) -> tuple[Callable, Callable]:
+def _programs(
+    run: TextRun, sampling: Sampling, samples: int
+) -> tuple[Callable, Callable]:
     """Builds prefill and step of `Generator`, to be compiled."""
     mesh, sequences = run.partition.mesh, run.model.structure
     few_tokens = run.on(StationaryPartition(mesh)).model.structure
@@ -133,15 +141,19 @@ def _programs(run: TextRun, sampling: Sampling) -> tuple[Callable, Callable]:
     ring, mask = run.attention, run.mask
 
     def draw(
-        parameters: Any, hidden: Array, index: Array, seed: Array
+        parameters: Any, last: Array, index: Array, seed: Array
     ) -> tuple[Array, Array]:
-        """Returns the tokens behind the rows' last ones, and their index: (B, 1)."""
-        last = last_of_rows(hidden, index)
-        following = jnp.where(index == EMPTY, -1, index).max(axis=1) + 1
-        model = nnx.merge(few_tokens, parameters)
-        scores = model.logits(last[:, None])[:, 0]
-        drawn = sample(scores, row_keys(seed, len(index)), following, sampling)
-        return drawn[:, None], following[:, None]
+        """Returns the tokens behind the last ones, and their index: (B, samples).
+
+        last, index: (B, 1 or samples, E), (B, 1 or samples).
+        """
+        scores = nnx.merge(few_tokens, parameters).logits(last)
+        shape = len(index), samples
+        scores = jnp.broadcast_to(scores, (*shape, scores.shape[-1]))
+        following = jnp.broadcast_to(index + 1, shape)
+        keys = row_keys(seed, following.size).reshape(shape[::-1]).T
+        of_rows = jax.vmap(functools.partial(sample, sampling=sampling))
+        return of_rows(scores, keys, following), following
 
     def prefill(
         parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
@@ -153,15 +165,23 @@ def _programs(run: TextRun, sampling: Sampling) -> tuple[Callable, Callable]:
         attend = functools.partial(ring, visible=visible)
         x = llama.embed(tokens)
         hidden, cache = caches.fill(llama, x, index, cache, attend, operations)
-        return cache, *draw(parameters, hidden, index, seed)
+        return cache, *draw(parameters, *last_of_rows(hidden, index), seed)
 
     def step(
-        parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
+        parameters: Any,
+        cache: Cache,
+        tokens: Array,
+        index: Array,
+        seed: Array,
+        trunk: Array | None = None,
     ) -> tuple[Cache, Array, Array]:
         llama = nnx.merge(few_tokens, parameters)
         x = llama.embed(tokens)
-        hidden, cache = caches.append(llama, x, index, cache, operations, mask.window)
-        return cache, *draw(parameters, hidden, index, seed)
+        given = x, index, cache, operations, mask.window, trunk
+        last, cache = caches.append(llama, *given)
+        if trunk is None:
+            last, index = last_of_rows(last, index)
+        return cache, *draw(parameters, last, index, seed)
 
     return prefill, step
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
@@ -42,12 +43,15 @@ def some_prompts() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, length) for length in (11, 5)]
 
 
+def forward_of(family: str, mask: str) -> Callable[[np.ndarray], np.ndarray]:
+    lengths = np.full((ROWS, 1), SLOTS, np.int32)
+    return whole_forward(family, DocumentMask.parse(mask).of_prompts(lengths))
+
+
 @functools.cache
 def uncached(family: str = "llama", mask: str = "causal") -> np.ndarray:
     """Greedy tokens of `some_prompts`, (NEW, ROWS): the whole row again every time."""
-    lengths = np.full((ROWS, 1), SLOTS, np.int32)
-    whole_rows = DocumentMask.parse(mask).of_prompts(lengths)
-    forward = whole_forward(family, whole_rows)
+    forward = forward_of(family, mask)
     lengths = np.array([len(prompt) for prompt in some_prompts()])
     tokens = np.zeros((ROWS, SLOTS + 1), np.int32)
     for row, prompt in enumerate(some_prompts()):
@@ -66,12 +70,14 @@ def generator_on(
     attention: str,
     sampling: Sampling = GREEDY,
     model: tuple[str, str] = ("llama", "causal"),
+    **sizes: int,
 ) -> tuple[Generator, Any]:
     """A generator and its parameters; model: family and the run's mask."""
     family, mask = model
     config, partition = config_of(attention, family, mask=mask), partition_of(shape)
     run = TextRun(config, partition)
-    programs = generator(run, sampling, rows=ROWS, cache_tokens=SLOTS)
+    sizes = {"rows": ROWS, "cache_tokens": SLOTS} | sizes
+    programs = generator(run, sampling, **sizes)
     return programs, parameters_on(partition, family)
 
 
@@ -223,13 +229,74 @@ def test_what_is_held_is_not_gone_on_from_where_it_would_not_pay_or_be_right():
     assert (one.block, prefix[0].block) == (2, 0)
 
 
+BRANCH = 9
+"""Tokens of each sample, of which the last is not put into the cache."""
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize(
+    "model, attention, mesh, temperature, samples, slots",
+    in_tiers("models.txt", "samples"),
+    ids=str,
+)
+def test_samples_are_separate_runs_from_one_cache_of_the_prompt(
+    model, attention, mesh, temperature, samples, slots
+):
+    """Each token is what the whole forward and the sample's own key give."""
+    sampling, prompts = Sampling(temperature), some_prompts()
+    tokens = 11 + samples * (BRANCH - 1)
+    sizes = {"cache_tokens": tokens, "samples": samples}
+    shape = MeshShape(**mesh)
+    one, parameters = generator_on(shape, attention, sampling, model, **sizes)
+    counter, held = Counter(one), Held()
+
+    def drawn(prompts: list, count: int = BRANCH, **options: Any) -> np.ndarray:
+        given = parameters, prompts, count, 3
+        return np.stack([*counter.generator.generate(*given, **options)])
+
+    got = drawn(prompts, held=held)
+    assert counter.total("prefill") == [11, 5]
+    assert counter.total("step") == [tokens - 11] * ROWS
+    sizes = TextRun(config_of(attention, model[0]), partition_of(shape)).sizes
+    token = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * 4  # bytes
+    cache = held.cache
+    assert cache.keys.nbytes + cache.values.nbytes == ROWS * slots * token
+    assert np.asarray(cache.filled).sum() == tokens
+    forward, keys = forward_of(*model), row_keys(3, samples * ROWS)
+    rows, lengths = np.arange(ROWS), np.array([11, 5], np.int32)
+    for number in range(samples):
+        own = slice(number * ROWS, (number + 1) * ROWS)
+        texts = np.zeros((ROWS, SLOTS), np.int32)
+        for row, prompt in enumerate(prompts):
+            text = [*prompt, *got[:, own][:, row]]
+            texts[row, : len(text)] = text
+        logits = forward(texts)
+        for step in range(BRANCH):
+            scores = logits[rows, lengths - 1 + step]
+            want = program(sampling)(scores, keys[own], lengths + step)
+            np.testing.assert_array_equal(got[step, own], want)
+    # A sample that has ended waits for the others, and the first may go on.
+    stop = got[BRANCH // 2, -1]
+    ended = np.cumsum(got == stop, axis=0) - (got == stop) > 0
+    again = drawn(prompts, stop_tokens=[stop])
+    np.testing.assert_array_equal(again, np.where(ended, NOTHING, got)[: len(again)])
+    counter.total("prefill")
+    assert [row[-8:] for row in held.tokens] == got[:-1, :ROWS].T.tolist()
+    onward = [np.array([*row[:-4], 1, 2]) for row in held.tokens]
+    further = drawn(onward, 2, held=held)
+    assert counter.total("prefill") == ([0, 0] if one.block else [17, 11])
+    np.testing.assert_array_equal(further, drawn(onward, 2))
+
+
 def test_sizes_that_do_not_divide_over_the_mesh_are_refused():
     config = config_of("striped")
     partition = partition_of(MeshShape(fsdp=2, ring=4))
     with pytest.raises(ValueError, match="3 batch do not divide"):
         generator(TextRun(config, partition), GREEDY, rows=3, cache_tokens=SLOTS)
-    with pytest.raises(ValueError, match="cache of 0 tokens"):
-        generator(TextRun(config, partition), GREEDY, rows=2, cache_tokens=0)
+    for tokens, samples in ((0, 1), (9, 0)):
+        sizes = {"rows": 2, "cache_tokens": tokens, "samples": samples}
+        with pytest.raises(ValueError, match=f"={tokens} and samples={samples} must"):
+            generator(TextRun(config, partition), GREEDY, **sizes)
 
 
 @pytest.mark.parametrize("shape, ring", table("models.txt", "cache"))

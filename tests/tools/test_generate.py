@@ -134,12 +134,12 @@ def test_matrices_are_restored_in_the_compute_type(corpus, workdir):
 class Stub:
     """In the place of a generator: tokens that are given, whatever the prompt."""
 
-    slots, rows = 40, 2
+    slots, rows, members, samples = 40, 2, 1, 1
 
     def __init__(self, tokens: Sequence[int]):
         self.tokens, self.asked, self.prompts = tokens, [], []
 
-    check = Generator.check
+    check, room = Generator.check, Generator.room
 
     def generate(self, parameters, prompts, max_tokens, seed, stop_tokens, held):
         self.asked.append((len(prompts), max_tokens, seed, list(stop_tokens)))
