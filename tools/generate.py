@@ -10,12 +10,13 @@
 The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without
 --prompt, each line of the console (or of standard input) is a prompt. The text is
 printed token by token, without the prompt. It ends with a stop token of the tokenizer
-(see data/text/tokenizer_files.py), or after --max-tokens.
+(see data/text/tokenizer_files.py), or after --max-tokens. With --samples n, a prompt is
+answered n times from one cache of it; the texts are printed once all have ended.
 
 With --chat a prompt is what the user of a chat says, in the template of the corpus that
 the model was trained on, or else of its tokenizer. The text is the reply, which also
 ends with the template's end of a turn. Each line is the next turn of one conversation;
-an empty line begins a new one.
+an empty line begins a new one. Of several samples, the first goes on.
 
 The KV cache is sharded over the ring and keeps the conversation: for the next turn only
 the new tokens are computed. The parameters stay where the mesh puts them.
@@ -91,6 +92,7 @@ class Writer:
 
     max_tokens: for a prompt; None for what the cache has room for, up to `MAX_TOKENS`.
     chat: the conversation that prompts belong to; None: they are texts to go on from.
+    samples: texts for each prompt.
     """
 
     generator: Generator
@@ -99,6 +101,7 @@ class Writer:
     seed: int
     chat: Chat | None = None
     sampling: Sampling = Sampling()
+    samples: int = 1
 
     def encode(self, prompt: str) -> tuple[np.ndarray, int]:
         """Returns the prompt's tokens, int32 (n,), and how many may follow.
@@ -110,7 +113,7 @@ class Writer:
             tokens = self.chat.encode(prompt)
         else:
             tokens = begun(self.tokenizer, self.tokenizer.encode(prompt))
-        room = self.generator.slots - len(tokens) + 1
+        room = self.generator.room(len(tokens))
         if room < (self.max_tokens or 1) and self.chat and self.chat.messages:
             raise ValueError(
                 f"the conversation has {len(tokens)} tokens by now, too many for a "
@@ -124,7 +127,9 @@ class Writer:
     def write(self, parameters: Any, prompt: str, number: int = 0) -> Iterator[str]:
         """Yields the text that follows the prompt, piece by piece.
 
-        What a chat says becomes part of its conversation when the text has ended.
+        Of several samples every piece is empty, up to a last one each: the whole text,
+        below its number. What a chat says first becomes part of its conversation when
+        all texts have ended.
 
         number: of the prompt, each of which draws other random numbers.
 
@@ -132,13 +137,15 @@ class Writer:
           ValueError: as `encode`.
         """
         tokens, wanted = self.encode(prompt)
-        stream, said = TextStream(self.tokenizer, tokens), []
+        streams = [TextStream(self.tokenizer, tokens) for _ in range(self.samples)]
+        texts, live = ["" for _ in streams], [*range(self.samples)]
         stop_tokens = {*self.tokenizer.stop_tokens}
         if self.chat:
             stop_tokens.add(self.chat.template.end)
         drawn = self.generator.generate(
             parameters,
-            # The mesh may want several rows: it gets the prompt in each.
+            # The mesh may want several rows: it gets the prompt in each, and they
+            # share out the samples.
             [tokens] * self.generator.rows,
             wanted,
             self.seed + number,
@@ -146,15 +153,20 @@ class Writer:
             held=self.chat and self.chat.held,
         )
         for step in drawn:
-            token = int(step[0])
-            if token in stop_tokens:
+            live = [number for number in live if step[number] not in stop_tokens]
+            if not live:
                 break
-            said.append(stream.push(token))
-            yield said[-1]
-        said.append(stream.finish())
-        yield said[-1]
+            for number in live:
+                piece = streams[number].push(int(step[number]))
+                texts[number] += piece
+                yield piece if self.samples == 1 else ""
+        for number, stream in enumerate(streams):
+            piece = stream.finish()
+            texts[number] += piece
+            many = f"sample {number + 1}:\n{texts[number]}\n"
+            yield piece if self.samples == 1 else many
         if self.chat:
-            for role, words in (("user", prompt), ("assistant", "".join(said))):
+            for role, words in (("user", prompt), ("assistant", texts[0])):
                 self.chat.messages.append({"role": role, "content": words.strip()})
 
 
@@ -241,10 +253,14 @@ def prepare(resolved: TextRun, options: argparse.Namespace) -> Writer:
     chat = template and Chat(template, options.system)
     sampling = find_sampling(options, tokenizer)
     rows = resolved.partition.shards("batch")
-    slots = options.cache_tokens or config.data.context_tokens
-    programs = generator(resolved, sampling, rows=rows, cache_tokens=slots)
+    samples = -(-options.samples // rows)
+    more = (samples - 1) * ((options.max_tokens or MAX_TOKENS) - 1)
+    slots = options.cache_tokens or config.data.context_tokens + more
+    programs = generator(
+        resolved, sampling, rows=rows, cache_tokens=slots, samples=samples
+    )
     numbers = options.max_tokens, options.seed
-    return Writer(programs, tokenizer, *numbers, chat, sampling)
+    return Writer(programs, tokenizer, *numbers, chat, sampling, options.samples)
 
 
 def run(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
@@ -270,13 +286,14 @@ def run(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
         f"{drawn.top_k}, top_p {drawn.top_p:g}; compiling for the first prompt"
     )
     if prompt is not None:
-        _show(writer.write(parameters, prompt))
+        _show(writer.write(parameters, prompt), writer.samples)
         return
     number = 0
     for line in iter(_next_line, ""):
         if line.strip():
             try:
-                _show(writer.write(parameters, line.removesuffix("\n"), number))
+                texts = writer.write(parameters, line.removesuffix("\n"), number)
+                _show(texts, writer.samples)
             except ValueError as error:
                 _say(f"error: {error}")
             number += 1
@@ -296,16 +313,16 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _show(pieces: Iterator[str]) -> None:
+def _show(pieces: Iterator[str], samples: int) -> None:
     start, first, count = time.monotonic(), 0.0, 0
     for piece in pieces:
         print(piece, end="", flush=True)
         first = first or time.monotonic() - start
         count += 1
     print(flush=True)
-    # The last piece is not a token.
+    # The last piece of each sample is not a token.
     seconds = time.monotonic() - start
-    _say(f"{count - 1} tokens in {seconds:.1f} s, the first after {first:.1f} s")
+    _say(f"{count - samples} tokens in {seconds:.1f} s, the first after {first:.1f} s")
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -322,10 +339,11 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
         ("--temperature", at_least(0, float), f"0: likeliest token {own.format(1)}"),
         ("--top-k", at_least(0), f"draw from the k likeliest; 0: all {own.format(0)}"),
         ("--top-p", float, f"draw from this share of probability {own.format(1)}"),
-        ("--cache-tokens", at_least(1), "prompt and text (default: the config's)"),
+        ("--cache-tokens", at_least(1), "prompt and texts (default: the config's)"),
         ("--tokenizer", str, "bytes, tokenizer.json, .model (default: the corpus's)"),
     ):
         parser.add_argument(name, type=kind, help=words)
+    parser.add_argument("--samples", type=at_least(1), default=1, help="of a prompt")
     parser.add_argument("--seed", type=at_least(0), default=0)
     return parser.parse_known_args(arguments)
 

@@ -21,7 +21,7 @@ from data.chat.conversation import Conversation
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import write_tokenizer
-from models.decode import Generator
+from models.decode import NOTHING, Generator
 from models.sampling import Sampling
 from tasks import run_config
 from tasks.generation import restored_parameters
@@ -101,20 +101,24 @@ def test_printed_text_is_the_likeliest_of_the_checkpoints_model(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("ring, samples", [(4, 1), (2, 3)])
 def test_console_answers_every_line_on_another_mesh_and_changes_no_file(
-    corpus, workdir, expected, capsys, monkeypatch
+    corpus, workdir, expected, capsys, monkeypatch, ring, samples
 ):
     lines = f"{PROMPT}\n\n{'x' * 100}\n{PROMPT}\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     before = files(workdir)
-    mesh = {"mesh__fsdp": 1, "mesh__ring": 4, "mesh__tensor": 2}
+    mesh = {"mesh__fsdp": 4 // ring, "mesh__ring": ring, "mesh__tensor": 2}
     mesh |= {"model__vocab_size": 264}
     # Tokenizer and vocabulary are named, so that no corpus is needed.
-    flags = arguments(Path("nowhere"), workdir, *GREEDY, "--tokenizer", "bytes", **mesh)
-    assert main(flags) == 0
+    options = *GREEDY, "--tokenizer", "bytes", "--samples", str(samples)
+    assert main(arguments(Path("nowhere"), workdir, *options, **mesh)) == 0
     out, err = capsys.readouterr()
-    assert out == f"{expected}\n{expected}\n"
+    numbers = range(1, samples + 1)
+    many = "".join(f"sample {number}:\n{expected}\n" for number in numbers)
+    assert out == 2 * f"{expected if samples == 1 else many}\n"
     assert err.count("error: ") == 1 and "prompt of 100 tokens" in err
+    assert err.count(f"{samples * NEW} tokens in") == 2
     assert files(workdir) == before
 
 
@@ -146,7 +150,7 @@ class Stub:
         self.prompts.append(prompts[0].tolist())
         self.held = held
         for token in self.tokens[:max_tokens]:
-            yield np.array([token, 0])
+            yield np.array([*np.atleast_1d(token), 0])
 
 
 def test_text_ends_with_the_document():
@@ -156,6 +160,21 @@ def test_text_ends_with_the_document():
     assert pieces == ["c", "a", "f", "", "é", ""]
     # A prompt in each row, and of tokens what the cache has room for.
     assert stub.asked == [(2, 11, 7, [256])]
+
+
+def test_samples_end_each_with_its_own_document():
+    """And are shown below their numbers; the fourth is of a row that the mesh wants."""
+    texts = b"ab", b"", b"caf\xc3\xa9"
+    steps = np.full((9, 3), NOTHING)
+    for number, text in enumerate(texts):
+        steps[: len(text) + 1, number] = [*text, 256]
+    stub = Stub(steps)
+    stub.samples = 2
+    writer = Writer(stub, ByteTokenizer(), max_tokens=None, seed=5, samples=3)
+    *pieces, first, second, third = writer.write(None, "x" * 22)
+    assert pieces == [""] * 7 and stub.asked == [(2, 9, 5, [256])]
+    assert first + second == "sample 1:\nab\nsample 2:\n\n"
+    assert third == "sample 3:\ncafé\n"
 
 
 def test_prompts_begin_as_the_documents_of_the_corpus(tmp_path):
