@@ -108,6 +108,10 @@ class ChatTemplate:
         self._end_name = self._end()
         self.end = tokenizer.special[self._end_name]
 
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Pickles its arguments."""
+        return type(self), (self.name, self.source, self.tokenizer)
+
     def prompt(self, messages: Sequence[Message], reply: str = "") -> np.ndarray:
         """Returns the tokens up to where the next reply begins, int32 (n,).
 

@@ -154,7 +154,7 @@ def read_conversations(
                 f"{file.path} is of no known format of rows, {', '.join(FORMATS)} (and "
                 ".gz, .zst): give it the ending of its own, or convert it"
             )
-        for where, row in read_rows(file.path, FIELDS):
+        for where, row in read_rows(file.path, FIELDS, file.span):
             if not isinstance(row, BadRow):
                 row = parse_conversation(row, where, file.split)
             yield row

@@ -16,6 +16,7 @@ import numpy as np
 from data.chat.chat_template import ChatTemplate
 from data.chat.conversation import Conversation, Group, read_conversations
 from data.text.corpus import Summary, write_corpus
+from data.text.parts import Counts
 from data.text.prefix_tree import Document, join_within
 from data.text.row_files import InputFile
 from data.text.skipped import SPECIAL, BadRow, names_special_tokens
@@ -66,21 +67,21 @@ class ChatEncoder:
     def read(self, files: Sequence[InputFile]) -> Iterator[Row | BadRow]:
         return read_conversations(files)
 
-    def note(self, row: Row, summary: Summary) -> None:
-        if isinstance(row, Group) or row.weights:  # answers that are alike add up
-            summary.writer.has_weights = True
+    def note(self, row: Row, counts: Counts) -> None:
+        # Answers that are alike add up.
+        counts.weighted += isinstance(row, Group) or bool(row.weights)
         if names_special_tokens(row.text):
-            summary.markup.add(BadRow(row.where, SPECIAL))
+            counts.markup.add(BadRow(row.where, SPECIAL))
         if row.system is not None and self._drops_system:
-            summary.unwritten.add(BadRow(row.where, "the system's words"))
+            counts.unwritten.add(BadRow(row.where, "the system's words"))
 
     def encode(
-        self, rows: Sequence[Row], summary: Summary | None = None
+        self, rows: Sequence[Row], counts: Counts | None = None
     ) -> list[list[Document] | BadRow]:
         """Returns the documents of each row, without unsupervised ones.
 
         A bad row is a conversation that the template refuses, or that has no supervised
-        document. A summary counts the tokens that are lost of the others.
+        document. `counts` has the tokens that are lost of the others.
         """
         found: list[list[Document] | BadRow] = []
         for row in rows:
@@ -99,16 +100,16 @@ class ChatEncoder:
                 cut = [text for text in cut if text.weights[1:].any()]
                 kept += sum(text.tokens.size for text in cut)
                 joined = cut if self._apart else join_within(cut, self.context)
-                if summary and 1 < len(joined) < len(cut):
-                    summary.divided.add(BadRow(row.where, self._why_divided))
+                if counts and 1 < len(joined) < len(cut):
+                    counts.divided.add(BadRow(row.where, self._why_divided))
                 documents += joined
             found.append(documents or BadRow(row.where, "no reply within the context"))
             lost = sum(text.tokens.size for text in whole) - kept
-            if documents and lost and summary:
-                summary.cut.add(BadRow(row.where, self._why_cut))
-                summary.lost += lost
-            if summary:
-                summary.apart += kept
+            if documents and lost and counts:
+                counts.cut.add(BadRow(row.where, self._why_cut))
+                counts.lost += lost
+            if counts:
+                counts.apart += kept
         return found
 
     def _trees(self, row: Row) -> list[list[Document]]:

@@ -9,88 +9,40 @@ sides; unless files say themselves what is held out.
 
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import batched
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data.text.holdout import Holdout
 from data.text.input_files import Inputs, files_in, list_inputs
+from data.text.parts import Counts, PartMaker, Rows, parts_beside
 from data.text.prefix_tree import Document
 from data.text.row_files import InputFile, TextDocument, read_documents
-from data.text.skipped import (
-    BadRow,
-    Skipped,
-    check_markup,
-    find_markup,
-    printable,
-    stop_at,
-)
+from data.text.skipped import BadRow, Skipped, check_markup, find_markup, printable
 from data.text.token_file import SPLITS, TokenFile, TokenFileWriter
-from data.text.tokenizer import ByteTokenizer, Tokenizer, begun
+from data.text.tokenizer import ByteTokenizer, Tokenizer
+from data.text.workers import make_parts
 
-# Encoded together: enough for every core, and little enough to hold in memory.
-ROWS_AT_A_TIME = 64
 # Parts of Python's installation that are not its library, or only its tests.
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 LEAST_HELD_OUT = 1 << 14
 """Characters: a batch of configs/tiny.py, with 8 characters in a token."""
 
 
-class Rows[R](Protocol):
-    """Interface of what a corpus is made of.
-
-    A row has `where` it is, its `text`, and its `split` (see `InputFile`).
-
-    wanted: a row, for messages. counted: what many are called; "": documents.
-    """
-
-    wanted: str
-    counted: str
-
-    def read(self, files: Sequence[InputFile]) -> Iterator[R | BadRow]:
-        """Yields every row of the files."""
-
-    def note(self, row: R, summary: "Summary") -> None:
-        """Counts what the summary reports of a row."""
-
-    def encode(
-        self, rows: Sequence[R], summary: "Summary"
-    ) -> Sequence[Sequence[Document] | BadRow]:
-        """Returns the documents of each row, or why it has none."""
-
-
-@dataclass
-class Summary:
+@dataclass(kw_only=True)
+class Summary(Counts):
     """Figures of a prepared corpus, and what did not come into it.
 
     writer: of the corpus.
     inputs: whose files were read, or left out; there may be none.
     counted: what its rows are called; "": documents, which are counted anyhow.
-    rows: of which there are documents.
-    skipped: rows and files without a document.
-    cut: rows that are too long, of which a part is lost.
-    lost: tokens of these parts.
-    divided: rows that are several trees, as one would be too long.
-    apart: tokens that trees would have as documents of their own; 0: not counted.
-    markup: documents with markup that is learned as text.
-    unwritten: conversations of which the chat template leaves out a part.
     """
 
     writer: TokenFileWriter
     inputs: Inputs = Inputs((), Skipped())
     counted: str = ""
-    rows: int = 0
-    skipped: Skipped = field(default_factory=Skipped)
-    cut: Skipped = field(default_factory=Skipped)
-    lost: int = 0
-    divided: Skipped = field(default_factory=Skipped)
-    apart: int = 0
-    markup: Skipped = field(default_factory=Skipped)
-    unwritten: Skipped = field(default_factory=Skipped)
 
     def left_out(self) -> list[str]:
         """Returns lines about the files, and about rows that were skipped."""
@@ -131,32 +83,34 @@ class Summary:
         return "\n".join(map(printable, lines))
 
 
-def write_corpus[R](
+def write_corpus(
     writer: TokenFileWriter,
-    rows: Rows[R],
+    rows: Rows,
     inputs: Sequence[Path],
     *,
     least_held_out: int,
-    on_bad_row: Callable[[BadRow], None] = stop_at,
+    on_bad_row: Callable[[BadRow], None] | None = None,
     validation_fraction: float | None = None,
     keep_markup: bool = False,
+    workers: int | None = None,
     **chosen: Any,
 ) -> Summary:
     """Writes a corpus from files and directories.
 
-    Rows are read twice, one after the other and never all at once: all of them are
-    checked, and counted, before the first is encoded.
+    Rows are read and encoded once, to parts beside the corpus (see data/text/parts.py),
+    and their documents are then copied to their splits.
 
     Args:
       writer: of the corpus.
       rows: reads and encodes rows.
       inputs: files and directories; hidden files in a directory are left out.
       least_held_out: characters to hold out of small corpora (see `Holdout`).
-      on_bad_row: called with every row that has no document; if it returns, the row is
-        skipped.
+      on_bad_row: called with the first rows that have no document; these are skipped.
+        None: a bad row ends the preparation.
       validation_fraction: share of characters to hold out (see `Holdout`), if no files
         are held out. None: 2 %, and of small corpora up to 10 %.
       keep_markup: whether most rows may have markup, which is learned as text.
+      workers: processes (see `make_parts`), on which no byte of the corpus depends.
       chosen: `pattern` and `splits`, as of `list_inputs`.
 
     Raises:
@@ -167,74 +121,59 @@ def write_corpus[R](
     """
     holdout = Holdout(validation_fraction, least_held_out)
     found = list_inputs(inputs, **chosen)
-    summary = Summary(writer, found, rows.counted)
-
-    def skip(row: BadRow) -> None:
-        if row.is_error:
-            on_bad_row(row)
-        summary.skipped.add(row)
-
-    with writer:
-        good, characters = 0, 0
-        for row in _good(rows.read(found.files), skip, "reading"):
-            good, characters = good + 1, characters + len(row.text)
-            if row.split is None:
-                holdout.add(row.text)
-            rows.note(row, summary)
+    summary = Summary(writer=writer, inputs=found, counted=rows.counted)
+    parts, sources = [], []
+    with parts_beside(writer.directory) as folder:
+        maker = PartMaker(folder, rows, writer.tokenizer, stops=on_bad_row is None)
+        for part in make_parts(maker, found.files, workers):
+            parts.append(part.documents)
+            sources += part.sources
+            summary.add(part.counts)
+            holdout.add(part.marks, part.characters)
+            for row in part.errors:
+                on_bad_row(row)
         if not keep_markup:
-            check_markup(summary.markup, good)
-        writer.add_sources(file.path for file in found.files)
-        _write(rows, summary, holdout, skip, characters)
+            check_markup(summary.markup, summary.good)
         if not summary.rows:
             reasons = [f"{len(found.files)} files are read", *summary.left_out()]
             where, why = ", ".join(map(str, inputs)), "; ".join(reasons)
             raise ValueError(f"there is no {rows.wanted} in {where}: {why}")
+        with writer:
+            writer.has_weights = summary.weighted > 0
+            writer.add_sources(sources)
+            cut = holdout.cut()
+            for documents in parts:
+                for arrays in documents():
+                    _write(writer, cut, *arrays)
     return summary
 
 
 def _write(
-    rows: Rows,
-    summary: Summary,
-    holdout: Holdout,
-    skip: Callable[[BadRow], None],
-    characters: int,
+    writer: TokenFileWriter,
+    cut: int,
+    codes: np.ndarray,
+    marks: np.ndarray,
+    lengths: np.ndarray,
+    tokens: np.ndarray,
+    weights: np.ndarray,
+    trees: np.ndarray,
+    segments: np.ndarray,
 ) -> None:
-    """Encodes and writes the good rows; refuses other characters than before."""
-    read, again = rows.read(summary.inputs.files), 0
-    good = _good(read, lambda row: None, "encoding", characters)
-    for some in batched(good, ROWS_AT_A_TIME):
-        again += sum(len(row.text) for row in some)
-        for row, documents in zip(some, rows.encode(some, summary), strict=True):
-            if isinstance(documents, BadRow):
-                skip(documents)
-                continue
-            summary.rows += 1
-            for document in documents:
-                split = row.split or holdout.split(row.text)
-                summary.writer.write(split, *document)
-    if again != characters:
-        raise ValueError(
-            f"the inputs changed while they were read: {characters} characters, "
-            f"then {again}; prepare them again"
-        )
-
-
-def _good(
-    rows: Iterator[Any], skip: Callable[[BadRow], None], what: str, size: int = 0
-) -> Iterator[Any]:
-    """Yields the rows that are not bad, beside a bar that counts their characters.
-
-    skip: is called with bad ones. size: characters of all; 0: not known. The bar is
-    silent where standard error is not a terminal.
-    """
-    unit = {"unit": " characters", "unit_scale": True, "disable": None}
-    with tqdm(desc=what, total=size or None, **unit) as bar:
-        for row in rows:
-            if isinstance(row, BadRow):
-                skip(row)
-            else:
-                yield row
-                bar.update(len(row.text))
+    """Writes documents of a part (see `Part`) to their splits."""
+    is_held = np.where(codes < 0, marks < np.uint64(cut), codes)
+    for number, split in enumerate(SPLITS):
+        is_chosen = is_held == number
+        if not is_chosen.any():
+            continue
+        of_tokens, sizes = np.repeat(is_chosen, lengths), lengths[is_chosen]
+        if not weights.size:
+            writer.write(split, tokens[of_tokens], lengths=sizes)
+            continue
+        count, intervals = trees[is_chosen].T
+        own = segments[np.repeat(is_chosen, trees[:, 0])]
+        own[:, 0] += np.repeat(np.cumsum(sizes) - sizes, count)
+        found = tokens[of_tokens], weights[of_tokens], own, int(intervals.max())
+        writer.write(split, *found, lengths=sizes)
 
 
 class _Texts:
@@ -248,16 +187,17 @@ class _Texts:
     def read(self, files: Sequence[InputFile]) -> Iterator[TextDocument | BadRow]:
         return read_documents(files, self._text_field)
 
-    def note(self, row: TextDocument, summary: Summary) -> None:
+    def note(self, row: TextDocument, counts: Counts) -> None:
         if kind := find_markup(row.text):
-            summary.markup.add(BadRow(row.where, kind))
+            counts.markup.add(BadRow(row.where, kind))
 
     def encode(
-        self, rows: Sequence[TextDocument], summary: Summary
+        self, rows: Sequence[TextDocument], counts: Counts
     ) -> list[list[Document]]:
-        end = np.int32(self._tokenizer.end_of_document)
+        begin = np.array(self._tokenizer.begin_of_document, np.int32)
+        end = np.array([self._tokenizer.end_of_document], np.int32)
         encoded = self._tokenizer.encode_all([row.text for row in rows])
-        texts = (np.append(begun(self._tokenizer, ids), end) for ids in encoded)
+        texts = (np.concatenate([begin, ids, end]) for ids in encoded)
         return [[Document(tokens, None)] for tokens in texts]
 
 

@@ -18,7 +18,7 @@ LARGEST_SHARE = 0.1
 
 
 class Holdout:
-    """Splits texts, after `add` was called with all of them."""
+    """Finds which texts are held out, after `add` was called with all of them."""
 
     def __init__(self, fraction: float | None = None, least: int = 0):
         """Holds out about this share of the characters of all texts.
@@ -39,22 +39,17 @@ class Holdout:
         self._wanted = least if fraction is None else 0
         self._sums = np.zeros((2, BINS), np.int64)  # characters and texts of each range
         self._least, self._most = END, 0
-        self._found: int | None = None
 
-    def add(self, text: str) -> None:
-        """Adds one text."""
-        mark = _mark(text)
-        self._least, self._most = min(self._least, mark), max(self._most, mark)
-        self._sums[:, mark * BINS // END] += len(text), 1
-        self._found = None
+    def add(self, marks: np.ndarray, characters: np.ndarray) -> None:
+        """Adds texts, by their marks, uint64 (n,), and sizes, int64 (n,)."""
+        if marks.size:
+            self._least = min(self._least, int(marks.min()))
+            self._most = max(self._most, int(marks.max()))
+        ranges = (marks // np.uint64(END // BINS)).astype(np.int64)
+        np.add.at(self._sums[0], ranges, characters)
+        np.add.at(self._sums[1], ranges, 1)
 
-    def split(self, text: str) -> str:
-        """Returns "train" or "validation"."""
-        if self._found is None:
-            self._found = self._cut()
-        return "validation" if _mark(text) < self._found else "train"
-
-    def _cut(self) -> int:
+    def cut(self) -> int:
         """Returns the mark below which texts are held out."""
         if self._least >= self._most:
             return 0
@@ -67,6 +62,6 @@ class Holdout:
         return min(max(cut, self._least + 1), self._most)
 
 
-def _mark(text: str) -> int:
+def mark(text: str) -> int:
     """Returns a number below `END` that depends on the text alone, evenly spread."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

@@ -9,6 +9,7 @@ or pages of a row group, whatever the size of the file; and a row that is longer
 import contextlib
 import csv
 import io
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from data.text.skipped import BadRow
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 TABLES = (".parquet", ".arrow", ".feather")
+JSON_LINES = (".jsonl", ".ndjson")
 AMBIGUOUS = (".json", ".csv", ".tsv")
 """Endings of files that may hold rows of texts, and else are texts themselves."""
 
@@ -47,16 +49,30 @@ ROWS_AT_A_TIME = 64
 BUFFER_BYTES = 1 << 20
 
 
+class Span(NamedTuple):
+    """Part of a file of rows: those of `begin` up to `end`, of `size` in all.
+
+    They are bytes of lines, row groups or record batches. rows: rows before them.
+    """
+
+    begin: int
+    end: int
+    size: int
+    rows: int
+
+
 class InputFile(NamedTuple):
     """A file to read.
 
     split: "train" or "validation"; None: each document's words decide.
     is_named: whether it is an input itself, not found in a directory.
+    span: what is read of it; None: all.
     """
 
     path: Path
     split: str | None
     is_named: bool
+    span: Span | None = None
 
 
 class TextDocument(NamedTuple):
@@ -111,17 +127,38 @@ def open_bytes(path: Path) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=codec))
 
 
-def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def read_rows(
+    path: Path, columns: Collection[str], span: Span | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yields every row of a file: where it is, and its value, or a `BadRow`.
 
     columns: names of the columns to read; a table may lack some of them.
+    span: of its rows, which alone are read; None: all.
 
     Raises:
       OSError, ValueError: the file is damaged, not what its ending says, or a table
         with none of the columns.
     """
     with naming(path):
-        yield from FORMATS[ending(path)](path, columns)
+        yield from FORMATS[ending(path)](path, columns, span)
+
+
+def rows_of_groups(path: Path) -> list[int]:
+    """Returns the rows of each row group or record batch; []: it is read whole."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow.parquet import read_metadata
+
+        facts = read_metadata(path)
+        return [facts.row_group(i).num_rows for i in range(facts.num_row_groups)]
+    if path.suffix.lower() in TABLES:
+        from pyarrow import ipc
+
+        with path.open("rb") as file:
+            if file.peek(len(ARROW_FILE)).startswith(ARROW_FILE):
+                opened = ipc.open_file(file)
+                batches = range(opened.num_record_batches)
+                return [opened.get_batch(i).num_rows for i in batches]
+    return []
 
 
 @contextlib.contextmanager
@@ -142,9 +179,11 @@ def naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _json_lines(path: Path, _: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _json_lines(
+    path: Path, _: Collection[str], span: Span | None
+) -> Iterator[tuple[str, Any]]:
     with open_bytes(path) as file:
-        for where, line in _lines(path, file):
+        for where, line in _lines(path, file, span):
             if line.strip():
                 try:
                     yield where, parse_json(line)
@@ -152,19 +191,27 @@ def _json_lines(path: Path, _: Collection[str]) -> Iterator[tuple[str, Any]]:
                     yield where, BadRow(where, f"no JSON ({error})")
 
 
-def _lines[T: (str, bytes)](path: Path, file: IO[T]) -> Iterator[tuple[str, T]]:
+def _lines[T: (str, bytes)](
+    path: Path, file: IO[T], span: Span | None = None
+) -> Iterator[tuple[str, T]]:
     """Yields where each line is, and the line; refuses one beyond `MOST_OF_ONE`."""
-    for number in count(1):
+    left, before = math.inf, 0
+    if span:
+        left, before = span.end - file.seek(span.begin), span.rows
+    for number in count(before + 1):
         where, line = f"{path}:{number}", file.readline(MOST_OF_ONE + 1)
         check_size(len(line), where)
-        if not line:
+        if not line or left <= 0:
             return
         yield where, line
+        left -= len(line)
 
 
-def _json(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _json(
+    path: Path, columns: Collection[str], _: Span | None
+) -> Iterator[tuple[str, Any]]:
     if _first_letter(path) != b"[":
-        yield from _json_lines(path, columns)
+        yield from _json_lines(path, columns, None)
         return
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as text:
         for number, row in enumerate(iterate_list(text.read)):
@@ -180,7 +227,9 @@ def _first_letter(path: Path) -> bytes:
     return b""
 
 
-def _separated(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _separated(
+    path: Path, columns: Collection[str], _: Span | None
+) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(MOST_OF_ONE)  # of 128 KiB otherwise: documents are longer
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
         lines = (line for _, line in _lines(path, file))
@@ -200,14 +249,20 @@ def _separated(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]
                 yield where, BadRow(where, reason)
 
 
-def _table(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _table(
+    path: Path, columns: Collection[str], span: Span | None
+) -> Iterator[tuple[str, Any]]:
     batches = _parquet if ending(path) == ".parquet" else _arrow
-    rows = (row for batch in batches(path, columns) for row in batch.to_pylist())
-    for number, row in enumerate(rows):
+    groups = range(span.begin, span.end) if span else None
+    found = batches(path, columns, groups)
+    rows = (row for batch in found for row in batch.to_pylist())
+    for number, row in enumerate(rows, span.rows if span else 0):
         yield f"{path}[{number}]", row
 
 
-def _parquet(path: Path, columns: Collection[str]) -> Iterator[Any]:
+def _parquet(
+    path: Path, columns: Collection[str], groups: range | None
+) -> Iterator[Any]:
     """Yields batches of few rows."""
     from pyarrow.parquet import ParquetFile
 
@@ -215,11 +270,11 @@ def _parquet(path: Path, columns: Collection[str]) -> Iterator[Any]:
     with ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         existing = _existing(path, file.schema_arrow.names, columns)
         # Without threads: one may still read when another has found damage.
-        read = {"columns": existing, "use_threads": False}
+        read = {"row_groups": groups, "columns": existing, "use_threads": False}
         yield from file.iter_batches(ROWS_AT_A_TIME, **read)
 
 
-def _arrow(path: Path, columns: Collection[str]) -> Iterator[Any]:
+def _arrow(path: Path, columns: Collection[str], groups: range | None) -> Iterator[Any]:
     """Yields batches of few rows."""
     from pyarrow import ipc
 
@@ -230,7 +285,8 @@ def _arrow(path: Path, columns: Collection[str]) -> Iterator[Any]:
         batches = ipc.open_file(file) if is_file else ipc.open_stream(file)
         existing = _existing(path, batches.schema.names, columns)
         if is_file:
-            batches = map(batches.get_batch, range(batches.num_record_batches))
+            numbers = groups or range(batches.num_record_batches)
+            batches = map(batches.get_batch, numbers)
         for batch in batches:
             wanted = batch.select(existing)
             wanted.validate(full=True)  # reading damaged lengths ends the process
@@ -250,7 +306,7 @@ def _existing(path: Path, names: list[str], columns: Collection[str]) -> list[st
 
 
 FORMATS: Mapping[str, Callable[..., Iterator[tuple[str, Any]]]] = {
-    **dict.fromkeys((".jsonl", ".ndjson"), _json_lines),
+    **dict.fromkeys(JSON_LINES, _json_lines),
     ".json": _json,
     **dict.fromkeys((".csv", ".tsv"), _separated),
     **dict.fromkeys(TABLES, _table),
@@ -270,7 +326,7 @@ def read_documents(
     """
     for file in files:
         if _has_rows(file, text_field):
-            rows = read_rows(file.path, [text_field])
+            rows = read_rows(file.path, [text_field], file.span)
         else:
             rows = [(str(file.path), _whole(file, text_field))]
         for where, row in rows:

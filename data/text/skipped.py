@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 MOST_REASONS = 12
 """Reasons that are listed, the most frequent first."""
+MOST_REPORTED = 20
+"""Skipped rows that are named one by one."""
 MOST_MARKUP = 0.5
 """Share of documents with one kind of markup beyond which it is refused."""
 SPECIAL = "names of special tokens, as <|im_start|>"
@@ -52,6 +54,13 @@ class Skipped:
         """Counts one more."""
         self.counts[row.reason] = self.counts.get(row.reason, 0) + 1
         self.first.setdefault(row.reason, row.where)
+
+    def __add__(self, behind: "Skipped") -> "Skipped":
+        counts = {
+            reason: self.counts.get(reason, 0) + behind.counts.get(reason, 0)
+            for reason in self.counts | behind.counts
+        }
+        return Skipped(counts, behind.first | self.first)
 
     def total(self) -> int:
         return sum(self.counts.values())

@@ -290,18 +290,18 @@ class TokenFileWriter(PackedWriter):
         }
         return self
 
-    def add_sources(self, paths: Iterable[Path]) -> None:
-        """Records the files that the documents are from, with their digests."""
+    def add_sources(self, sources: Iterable[dict[str, Any]]) -> None:
+        """Records the files that the documents are from: path, bytes and sha256."""
         self.sources = found = Sources()
         path = self._new.partial / SOURCES
         with path.open("w") as written:
-            for source in paths:
-                facts = describe_file(source)
-                written.write(json.dumps({"path": str(source)} | facts) + "\n")
+            for facts in sources:
+                written.write(json.dumps(facts) + "\n")
                 found.files += 1
                 found.bytes += facts["bytes"]
                 if found.files <= MOST_NAMED:
-                    found.first.append(f"{source} (sha256 {facts['sha256'][:12]})")
+                    sha256 = facts["sha256"][:12]
+                    found.first.append(f"{facts['path']} (sha256 {sha256})")
         found.sha256 = describe_file(path)["sha256"]
 
     def write(
@@ -311,8 +311,11 @@ class TokenFileWriter(PackedWriter):
         weights: np.ndarray | None = None,
         segments: np.ndarray | None = None,
         intervals: int = 1,
+        lengths: np.ndarray | None = None,
     ) -> None:
-        """Appends one document (see `Document`), its end-of-document token included.
+        """Appends documents (see `Document`), their end-of-document tokens included.
+
+        lengths: of documents that follow each other, int (documents,); None: of one.
 
         Raises:
           ValueError: the tokens are empty, or ids that the vocabulary has not; weights
@@ -337,20 +340,22 @@ class TokenFileWriter(PackedWriter):
                 f"{found}"
             )
         counts = self.counts[split]
-        start = np.uint64(counts.tokens).astype("<u8")
-        self._streams["documents", split].write(start.tobytes())
+        lengths = np.array([tokens.size] if lengths is None else lengths)
+        starts = counts.tokens + np.cumsum(lengths) - lengths
+        self._streams["documents", split].write(starts.astype("<u8").tobytes())
         self._streams["tokens", split].write(tokens.astype(self._dtype).tobytes())
         if weights is not None:
             kind = np.dtype("<f4" if self.has_weights else np.uint8)
             self._streams["loss", split].write(weights.astype(kind).tobytes())
             self.supervised[split] += int(np.count_nonzero(weights))
-            parts = np.zeros((1, 2), np.int64) if segments is None else segments
-            parts = (parts + (counts.tokens, 0)).astype("<u8")
-            self._streams["segments", split].write(parts.tobytes())
-            self.segments[split] += len(parts)
+            if segments is None:
+                segments = np.stack([starts - counts.tokens, 0 * starts], axis=1)
+            found = (segments + (counts.tokens, 0)).astype("<u8")
+            self._streams["segments", split].write(found.tobytes())
+            self.segments[split] += len(segments)
             self.intervals = max(self.intervals, intervals)
         counts.tokens += tokens.size
-        counts.documents += 1
+        counts.documents += lengths.size
         counts.largest_token = max(counts.largest_token, ids[1])
 
     def _finish(self) -> dict[str, Any]:

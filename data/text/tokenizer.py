@@ -6,6 +6,7 @@ the model that lie beside it say which tokens begin and end a text
 (data/text/tokenizer_files.py).
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -30,8 +31,7 @@ END_OF_DOCUMENT_NAMES = (
     "<|im_end|>",
     "<end_of_turn>",
 )
-UNKNOWN = "\U0010fffd"
-"""Letter of no alphabet."""
+UNKNOWN = "\U0010fffd"  # letter of no alphabet
 LARGEST_ID = (1 << 31) - 1
 EVERY_BYTE = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x40)])) + "".join(
     map(chr, range(0xE000, 0x110000, 0x1000))
@@ -61,6 +61,13 @@ class Tokenizer:
     special: Mapping[str, int]
     strips: Mapping[str, tuple[bool, bool]] = {}
     names: Mapping[str, str]
+
+    def __reduce__(self) -> tuple[type, tuple[Path, ...]]:
+        """Pickles the path alone."""
+        return type(self), (self.path,) if self.path else ()
+
+    def use_one_thread(self) -> None:
+        """Keeps `encode_all` to one thread, in a process beside others that encode."""
 
     @property
     def end_of_document(self) -> int:
@@ -206,6 +213,9 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         return [np.array(encoding.ids, np.int32) for encoding in found]
 
+    def use_one_thread(self) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library has no other way
+
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
 
@@ -262,6 +272,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     name = "sentencepiece"
+    _threads = -1  # as many as there are cores
 
     def __init__(self, path: Path):
         import sentencepiece
@@ -270,15 +281,13 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{path} must be a SentencePiece model: {error}"
-            ) from error
+            wrong = f"{path} must be a SentencePiece model: {error}"
+            raise ValueError(wrong) from error
         self.vocab_size = self._model.vocab_size()
         end = self._model.eos_id()
         if end < 0:
             raise ValueError(
-                f"{path} has no end-of-sentence id to end a document with: train the "
-                "model with an eos_id"
+                f"{path} has no end-of-sentence id: train the model with an eos_id"
             )
         others = read_stop_tokens(path, self.vocab_size, self.token_id)
         self.stop_tokens = tuple(dict.fromkeys((end, *others)))
@@ -294,16 +303,18 @@ class SentencePieceTokenizer(Tokenizer):
     ) -> list[np.ndarray]:
         if is_behind and self._adds_space:
             texts = [text.removeprefix(" ") for text in texts]
-        encodings = self._model.encode(list(texts), out_type=int)
-        return [np.array(ids, np.int32) for ids in encodings]
+        found = self._model.encode([*texts], out_type=int, num_threads=self._threads)
+        return [np.array(ids, np.int32) for ids in found]
+
+    def use_one_thread(self) -> None:
+        self._threads = 1
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
 
     def token_id(self, name: str) -> int | None:
-        found = self._model.piece_to_id(
-            name
-        )  # the unknown token's, where the name is unknown
+        # That of the unknown token, where the name is unknown.
+        found = self._model.piece_to_id(name)
         return found if self._model.id_to_piece(found) == name else None
 
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import tokenizers
 
+from data.text import corpus
 from data.text.corpus import prepare, prepare_standard_library
-from data.text.holdout import Holdout
+from data.text.holdout import Holdout, mark
+from data.text.row_files import read_documents
 from data.text.skipped import SPECIAL, TAGS, BadRow, Skipped, check_markup, find_markup
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
@@ -116,16 +118,18 @@ def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_inputs_that_change_while_they_are_read_are_refused(tmp_path):
-    source = fill(tmp_path / "in", {"a.txt": "a", "b.jsonl": "bad"})
+def test_inputs_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
+    source = fill(tmp_path / "in", {"a.txt": "a", "b.txt": "b"})
 
-    def grow(row):
+    def growing(*arguments):
+        yield from read_documents(*arguments)
         (source / "a.txt").write_text("aaa")
 
-    match = "inputs changed while they were read: 1 characters, then 3"
+    monkeypatch.setattr(corpus, "read_documents", growing)
+    match = r"a\.txt changed while it was read, from 1 bytes to 3: prepare it again"
     with pytest.raises(ValueError, match=match):
-        prepare([source], tmp_path / "out", ByteTokenizer(), on_bad_row=grow)
-    assert not (tmp_path / "out").exists()
+        prepare([source], tmp_path / "out", ByteTokenizer())
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_any_tokenizer_makes_the_corpus(tmp_path):
@@ -169,11 +173,12 @@ def test_standard_library_is_prepared_once_and_takes_no_other_place(tmp_path):
     assert (occupied / "thesis.tex").read_text() == "years"
 
 
-def splits(texts, fraction=0.25):
-    holdout = Holdout(fraction)
-    for text in texts:
-        holdout.add(text)
-    return [holdout.split(text) for text in texts]
+def splits(texts, fraction=None, least=0):
+    marks = np.array([mark(text) for text in texts], np.uint64)
+    holdout = Holdout(fraction, least)
+    holdout.add(marks, np.array([*map(len, texts)]))
+    held = marks < np.uint64(holdout.cut())
+    return np.where(held, "validation", "train").tolist()
 
 
 def test_the_share_is_that_of_the_characters(rng):
@@ -195,23 +200,21 @@ def test_both_splits_get_a_text_where_two_differ():
             Holdout(fraction)
 
 
+def held_out(texts, least):
+    found = zip(texts, splits(texts, None, least), strict=True)
+    return sum(len(text) for text, split in found if split != "train")
+
+
 def test_few_texts_are_held_out_for_a_batch_where_no_share_is_asked_for():
     texts = [f"{i} " * (i % 50 + 1) for i in range(300)]
     sizes = {}
     for least in 0, 1000, 10**9:
-        holdout = Holdout(None, least)
-        for text in texts:
-            holdout.add(text)
-        held = [text for text in texts if holdout.split(text) == "validation"]
-        sizes[least] = sum(map(len, held))
+        sizes[least] = held_out(texts, least)
     total = sum(map(len, texts))
     assert sizes[0] < 0.04 * total
     assert 1000 <= sizes[1000] < 1200 < 0.07 * total <= sizes[10**9] < 0.1 * total + 200
     # Whatever their order, and beside a share that is asked for.
-    shuffled = Holdout(None, 1000)
-    for text in sorted(texts):
-        shuffled.add(text)
-    assert sum(len(t) for t in texts if shuffled.split(t) != "train") == sizes[1000]
+    assert held_out(sorted(texts), 1000) == sizes[1000]
 
 
 def test_markup_is_found_and_words_that_look_like_it_are_left_alone():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from data.files import describe_file
 from data.rows import PackedRows
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
@@ -90,7 +91,7 @@ def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
         with TokenFileWriter(tmp_path / name, ByteTokenizer()) as writer:
             writer.write("train", np.arange(3))
             writer.write("validation", np.arange(4))
-            writer.add_sources([source])
+            writer.add_sources([{"path": str(source)} | describe_file(source)])
         source.write_text("other text")
     digest, _ = identify(tmp_path / "one")
     (tmp_path / "one" / "sources.jsonl").unlink()

@@ -10,12 +10,9 @@ from typing import Any
 from configs import fine_tune
 from data.text.input_files import EVERY_FILE
 from data.text.row_files import FORMATS
-from data.text.skipped import BadRow, stop_at
+from data.text.skipped import MOST_REPORTED, BadRow
 from data.text.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from tasks.command_line import Parser, share
-
-MOST_REPORTED = 20
-"""Skipped rows that are named one by one."""
+from tasks.command_line import Parser, at_least, share
 
 
 def input_parser(description: str | None, what: str) -> Parser:
@@ -33,6 +30,7 @@ def input_parser(description: str | None, what: str) -> Parser:
     files = "files to read in a directory (default: all that are not hidden)"
     names = "splits of a data set (default: train, and validation or else test)"
     bad = f"rows that are not {what}; skipped ones are reported (stop)"
+    cores = "processes (default: as many as there are cores, of 64 MiB or more each)"
     marks = f"learn markup as text though most of the {what} have it"
     add("inputs", nargs="+", type=Path, metavar="INPUT", help=formats)
     add("--output", required=True, type=Path, help="directory to write, a new one")
@@ -42,6 +40,7 @@ def input_parser(description: str | None, what: str) -> Parser:
     add("--pattern", default=EVERY_FILE, help=files)
     add("--splits", default="", metavar="TRAIN,HELD_OUT", help=names)
     add("--bad-rows", choices=("stop", "skip"), default="stop", help=bad)
+    add("--workers", type=at_least(1), help=cores)
     add("--keep-markup", action="store_true", help=marks)
     return parser
 
@@ -62,11 +61,9 @@ def chosen_tokenizer(chosen: argparse.Namespace) -> Tokenizer:
 
 def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
     """Returns keywords of `prepare` and `prepare_chats`, by the parsed arguments."""
-    on_bad_row: Callable[[BadRow], None] = stop_at
-    if chosen.bad_rows == "skip":
-        on_bad_row = _reporter()
     return {
-        "on_bad_row": on_bad_row,
+        "on_bad_row": _reporter() if chosen.bad_rows == "skip" else None,
+        "workers": chosen.workers,
         "validation_fraction": chosen.validation_fraction,
         "keep_markup": chosen.keep_markup,
         "pattern": chosen.pattern,

@@ -125,7 +125,7 @@ def write_corpus(
       ValueError: as `documents.draw`.
     """
     with TokenFileWriter(output, documents.tokenizer, has_loss_mask=True) as writer:
-        summary = Summary(writer)
+        summary = Summary(writer=writer)
         for number, (split, wanted) in enumerate(tokens.items()):
             rng = np.random.default_rng([seed, number])
             shown = tqdm(desc=split, total=wanted, unit=" tokens", disable=None)

@@ -1,0 +1,334 @@
+"""Parts of a corpus: what each unit of the inputs becomes, by whichever process.
+
+A part is two files in a folder beside the corpus, named after all that decides on it:
+`….arrays` has the documents, a batch after the other, and `….npz`, which appears last,
+what was counted and the marks that decide what is held out. Parts that a killed
+preparation has finished are taken as they are.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import socket
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from data.files import describe_file, refuse_existing
+from data.packed import digest
+from data.text.holdout import mark
+from data.text.prefix_tree import Document, as_mask
+from data.text.row_files import InputFile
+from data.text.skipped import MOST_REPORTED, BadRow, Skipped, stop_at
+from data.text.tokenizer import Tokenizer
+from data.text.units import Unit
+
+# Encoded together: enough for every core, and little enough to hold in memory.
+CHARACTERS_AT_A_TIME = 1 << 20
+ROWS_AT_A_TIME = 1 << 10
+PART_VERSION = 1
+SPLIT_CODES = {None: -1, "train": 0, "validation": 1}
+"""Splits of documents in a part; -1: the mark decides."""
+
+
+class Rows[R](Protocol):
+    """Interface of what a corpus is made of; it can be pickled.
+
+    A row has `where` it is, its `text`, and its `split` (see `InputFile`).
+
+    wanted: a row, for messages. counted: what many are called; "": documents.
+    """
+
+    wanted: str
+    counted: str
+
+    def read(self, files: Sequence[InputFile]) -> Iterator[R | BadRow]:
+        """Yields every row of the files."""
+
+    def note(self, row: R, counts: "Counts") -> None:
+        """Counts what the summary reports of a row."""
+
+    def encode(
+        self, rows: Sequence[R], counts: "Counts"
+    ) -> Sequence[Sequence[Document] | BadRow]:
+        """Returns the documents of each row, or why it has none."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What was read, and what did not come into a corpus.
+
+    good: rows that could be read. rows: of these, those of which there are documents.
+    skipped: rows and files without a document.
+    cut: rows that are too long, of which a part is lost.
+    lost: tokens of these parts.
+    divided: rows that are several trees, as one would be too long.
+    apart: tokens that trees would have as documents of their own; 0: not counted.
+    weighted: rows whose tokens may have weights other than 0 and 1.
+    markup: documents with markup that is learned as text.
+    unwritten: conversations of which the chat template leaves out a part.
+    """
+
+    good: int = 0
+    rows: int = 0
+    skipped: Skipped = field(default_factory=Skipped)
+    cut: Skipped = field(default_factory=Skipped)
+    lost: int = 0
+    divided: Skipped = field(default_factory=Skipped)
+    apart: int = 0
+    weighted: int = 0
+    markup: Skipped = field(default_factory=Skipped)
+    unwritten: Skipped = field(default_factory=Skipped)
+
+    def add(self, other: "Counts") -> None:
+        """Adds what was counted behind it."""
+        for name in Counts.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Part:
+    """A finished part.
+
+    marks, characters: uint64 and int64, of the rows that could be read and whose split
+      no file says, for `Holdout`.
+    counts: see there. tokens: of all documents.
+    errors: bad rows, the first ones. sources: files that begin in it (`describe_file`).
+    """
+
+    def __init__(self, path: Path):
+        """Opens it.
+
+        Raises:
+          FileNotFoundError: it is not finished, or its documents are not whole.
+        """
+        with np.load(path) as found:
+            self.marks, self.characters = found["marks"], found["characters"]
+            facts = json.loads(found["facts"].tobytes())
+        self._path = path.with_suffix(".arrays")
+        if self._path.stat().st_size != facts["bytes"]:
+            raise FileNotFoundError(f"{self._path} is cut short")
+        self.counts = Counts(
+            **{
+                name: Skipped(**value) if isinstance(value, dict) else value
+                for name, value in facts["counts"].items()
+            }
+        )
+        self.tokens: int = facts["tokens"]
+        self.errors = [BadRow(*row) for row in facts["errors"]]
+        self.sources: list[dict[str, Any]] = facts["sources"]
+
+    def documents(self) -> Iterator[list[np.ndarray]]:
+        """Yields arrays of some documents at a time.
+
+        These are split codes, marks and lengths, each (documents,); tokens (n,), their
+        weights, (n,) or (0,); and with weights the numbers of segments and of
+        intervals, (documents, 2), and all segments, (segments, 2): see `Document`.
+        """
+        with self._path.open("rb") as file:
+            while file.peek(1):
+                yield [np.load(file) for _ in range(7)]
+
+
+@dataclass(frozen=True)
+class PartMaker:
+    """Reads and encodes units, each to a part of its own.
+
+    folder: of the parts. rows: reads and encodes rows.
+    tokenizer: that the rows have.
+    stops: whether a bad row ends it.
+    """
+
+    folder: Path
+    rows: Rows
+    tokenizer: Tokenizer
+    stops: bool
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What decides on a part, besides its unit."""
+        path, tokenizer = self.tokenizer.path, self.tokenizer
+        return {
+            "version": [PART_VERSION, *map(version, ("tokenizers", "sentencepiece"))],
+            "rows": pickle.dumps(self.rows).hex(),
+            "tokenizer": path and describe_file(path)["sha256"],
+            "ends": [*tokenizer.begin_of_document, *tokenizer.stop_tokens],
+        }
+
+    def path(self, unit: Unit) -> Path:
+        """Returns where the part of a unit is, or will be."""
+        files = [(str(f.path), *f[1:]) for f in unit.files]
+        key = digest(self._identity | {"files": files, "states": [*unit.states]})
+        return self.folder / f"{key}.npz"
+
+    def find(self, unit: Unit) -> Part | None:
+        """Returns the part of a unit; None where it is not finished."""
+        try:
+            return Part(self.path(unit))
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+            return None
+
+    def make(self, unit: Unit, tick: Callable[[int], object] = int) -> Path:
+        """Makes the part of a unit; returns where it is.
+
+        tick: is called with the characters that were encoded, a batch at a time.
+
+        Raises:
+          OSError, ValueError: a file is damaged or changes, or as `stop_at`.
+        """
+        made, path = _Made(self.stops), self.path(unit)
+        new = path.with_suffix(f".{os.getpid()}.new")
+        try:
+            with new.open("wb") as file:
+                for some in _batches(self.rows.read(unit.files)):
+                    documents = self._documents(some, made)
+                    if documents:
+                        made.tokens += _save(file, documents)
+                    tick(sum(len(row.text) for row in some if _is_good(row)))
+                made.bytes = file.tell()
+            begun = [f.path for f in unit.files if not (f.span and f.span.begin)]
+            sources = [{"path": str(f)} | describe_file(f) for f in begun]
+            unit.check_unchanged()
+            new.rename(path.with_suffix(".arrays"))
+            with new.open("wb") as file:
+                made.save(file, sources)
+            new.rename(path)
+        finally:
+            new.unlink(missing_ok=True)
+        return path
+
+    def _documents(self, some: Sequence[Any], made: "_Made") -> list[tuple]:
+        """Encodes rows; returns split code, mark and document of each document."""
+        good = [*filter(_is_good, some)]
+        for row in good:
+            self.rows.note(row, made.counts)
+        found, documents = iter(self.rows.encode(good, made.counts)), []
+        for row in some:
+            if not _is_good(row):
+                made.skip(row)
+                continue
+            own, of_row = mark(row.text), next(found)
+            made.counts.good += 1
+            if row.split is None:
+                made.marks.append(own)
+                made.characters.append(len(row.text))
+            if isinstance(of_row, BadRow):
+                made.skip(of_row)
+                continue
+            made.counts.rows += 1
+            code = SPLIT_CODES[row.split]
+            documents += [(code, own, document) for document in of_row]
+        return documents
+
+
+@dataclass
+class _Made:
+    """What `Part` has, as it is made."""
+
+    stops: bool
+    counts: Counts = field(default_factory=Counts)
+    marks: list[int] = field(default_factory=list)
+    characters: list[int] = field(default_factory=list)
+    errors: list[BadRow] = field(default_factory=list)
+    tokens: int = 0
+    bytes: int = 0
+
+    def skip(self, row: BadRow) -> None:
+        if row.is_error and self.stops:
+            stop_at(row)
+        if row.is_error and len(self.errors) < MOST_REPORTED:
+            self.errors.append(row)
+        self.counts.skipped.add(row)
+
+    def save(self, file: BinaryIO, sources: Sequence[dict[str, Any]]) -> None:
+        facts = {
+            "counts": asdict(self.counts),
+            "errors": [(row.where, row.reason) for row in self.errors],
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "sources": sources,
+        }
+        np.savez(
+            file,
+            marks=np.array(self.marks, np.uint64),
+            characters=np.array(self.characters, np.int64),
+            facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        )
+
+
+def _is_good(row: Any) -> bool:
+    return not isinstance(row, BadRow)
+
+
+def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
+    """Yields rows in lists that are little enough to be held with their tokens."""
+    some, characters = [], 0
+    for row in rows:
+        some.append(row)
+        characters += len(row.text) if _is_good(row) else 0
+        if characters >= CHARACTERS_AT_A_TIME or len(some) == ROWS_AT_A_TIME:
+            yield some
+            some, characters = [], 0
+    yield some
+
+
+def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int:
+    """Writes the arrays of `Part.documents`; returns the number of tokens."""
+    codes, marks, found = zip(*documents, strict=True)
+    tokens = np.concatenate([document.tokens for document in found])
+    weighted = [document for document in found if document.weights is not None]
+    weights = np.concatenate([document.weights for document in weighted] or [()])
+    one = np.zeros((1, 2), np.int64)
+    parts = [one if d.segments is None else d.segments for d in weighted]
+    trees = [(len(part), d.intervals) for part, d in zip(parts, weighted, strict=True)]
+    is_narrow = 0 <= tokens.min(initial=0) <= tokens.max(initial=0) < 1 << 16
+    for array in (
+        np.array(codes, np.int8),
+        np.array(marks, np.uint64),
+        np.array([document.tokens.size for document in found]),
+        tokens.astype(np.uint16) if is_narrow else tokens,
+        as_mask(weights.astype(np.float32)),
+        np.array(trees),
+        np.concatenate([*parts, one[:0]]),
+    ):
+        np.save(file, array)
+    return tokens.size
+
+
+@contextlib.contextmanager
+def parts_beside(directory: Path) -> Iterator[Path]:
+    """Gives the folder for the parts of a new corpus, locked as long as it is used.
+
+    It is removed at the end, unless the block raises and a part is finished.
+
+    Raises:
+      FileExistsError: `directory` exists and is not empty.
+    """
+    refuse_existing(directory)
+    folder = directory.with_name(f".{directory.name}.{socket.gethostname()}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        refuse_existing(directory)
+        folder.mkdir(exist_ok=True)  # another process may have removed it
+        for left in folder.glob("*.new"):
+            left.unlink()
+        try:
+            yield folder
+        except BaseException:
+            if not any(folder.glob("*.npz")):
+                shutil.rmtree(folder)
+            raise
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)

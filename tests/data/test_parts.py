@@ -1,0 +1,217 @@
+"""Corpora made of parts: the same bytes for any units, by any number of processes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from data.chat.chat_template import open_template
+from data.chat.corpus import ChatEncoder, prepare_chats
+from data.text import corpus, units
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from tests import tables
+from tests.data.test_chat import rows as chats
+from tests.data.test_corpus import fill
+
+NAMES = "rows.jsonl", "rows.parquet", "rows.feather", "rows.csv", "rows.jsonl.gz"
+TEXTS = [f"text {number} ä" * (number % 7 + 1) for number in range(120)]
+
+
+def make_inputs(root, changes=None):
+    """Files of rows in several formats, whose texts differ, and texts; no two alike.
+
+    changes: values of rows by name of the file and number.
+    """
+    for name in NAMES:
+        rows = [{"text": f"{name} {text}", "n": 1} for text in TEXTS]
+        for number, value in (changes or {}).get(name, {}).items():
+            rows[number]["text"] = value
+        tables.compress(root / name, tables.FORMATS[name](rows))
+    return fill(root, {f"t/{n}.txt": text for n, text in enumerate(TEXTS[:40])})
+
+
+def content(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    root = tmp_path / "in"
+    root.mkdir()
+    make_inputs(root)
+    return [*(root / name for name in NAMES), root / "t"]
+
+
+def test_units_are_lines_row_groups_batches_and_small_files(inputs, monkeypatch):
+    files = [units.InputFile(path, None, True) for path in inputs[:-1]]
+    files += [units.InputFile(p, None, False) for p in sorted(inputs[-1].iterdir())]
+    whole = [*units.units_of(files)]
+    assert [len(unit.files) for unit in whole] == [len(files)]
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    found = [*units.units_of(files)]
+    for path, least in zip(inputs[:-1], (5, 5, 5, 1, 1), strict=True):
+        spans = [u.files[0].span for u in found if u.files[0].path == path]
+        assert len(spans) >= least
+        if least == 1:
+            assert spans == [None]
+            continue
+        assert spans[0].begin == spans[0].rows == 0 and spans[-1].end == spans[0].size
+        assert all(one.end == two.begin for one, two in pairwise(spans))
+    assert sum(unit.bytes for unit in found) == pytest.approx(whole[0].bytes, abs=99)
+    assert max(unit.bytes for unit in found if len(unit.files) > 1) <= 1000
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 700, 5000])
+def test_units_change_no_byte(inputs, tmp_path, monkeypatch, unit_bytes):
+    expected = prepare(inputs, tmp_path / "one", ByteTokenizer())
+    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
+    found = prepare(inputs, tmp_path / "other", ByteTokenizer(), workers=1)
+    assert content(tmp_path / "one") == content(tmp_path / "other")
+    lines = str(expected).splitlines()[:-1]
+    assert str(found).splitlines()[:-1] == lines
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "bytes"])
+def test_processes_change_no_byte(inputs, tmp_path, monkeypatch, specs, kind):
+    tokenizer = open_tokenizer(specs[kind])
+    prepare(inputs, tmp_path / "one", tokenizer)
+    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    for workers in 2, 3:
+        prepare(inputs, tmp_path / f"{workers}", tokenizer, workers=workers)
+        assert content(tmp_path / "one") == content(tmp_path / f"{workers}")
+
+
+@pytest.mark.thorough
+def test_chats_are_the_same_bytes_by_processes(tmp_path, monkeypatch):
+    source = tables.compress(tmp_path / "in.jsonl", tables.as_lines(chats(90)))
+    for name, workers in ("one", 1), ("two", 2):
+        encoder = ChatEncoder(
+            open_template("vicuna", ByteTokenizer()), context_tokens=250
+        )
+        prepare_chats([source], tmp_path / name, encoder, workers=workers)
+        monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+BAD = [("rows.jsonl", ":91", ":101"), ("rows.feather", "[90]", "[100]")]
+BAD += [("rows.parquet", "[90]", "[100]")]
+
+
+@pytest.mark.parametrize(
+    "workers", [1, pytest.param(2, marks=pytest.mark.thorough)], ids=str
+)
+@pytest.mark.parametrize("name, first, second", BAD)
+def test_bad_rows_are_named_in_whichever_unit(
+    tmp_path, monkeypatch, name, first, second, workers
+):
+    """And the first one of the files ends a preparation, not what is found first."""
+    (tmp_path / "in").mkdir()
+    make_inputs(tmp_path / "in", {name: {90: None, 100: None}})
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
+    source, reported, options = tmp_path / "in" / name, [], {"workers": workers}
+    match = re.escape(f"{source}{first}: field 'text' is NoneType, no text")
+    with pytest.raises(ValueError, match=match):
+        prepare([source], tmp_path / "out", ByteTokenizer(), **options)
+    options["on_bad_row"] = reported.append
+    found = prepare([source], tmp_path / "out", ByteTokenizer(), **options)
+    assert [row.where for row in reported] == [f"{source}{w}" for w in (first, second)]
+    assert found.skipped.counts == {"field 'text' is NoneType, no text": 2}
+    assert found.rows == len(TEXTS) - 2
+
+
+def test_finished_parts_are_taken_and_others_are_not(inputs, tmp_path, monkeypatch):
+    expected = prepare(inputs, tmp_path / "one", ByteTokenizer())
+    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    encoded = []
+
+    def counting(tokenizer, texts):
+        encoded.append(len(texts))
+        if len(encoded) == 6:
+            raise KeyboardInterrupt
+        return encode_all(tokenizer, texts)
+
+    encode_all = ByteTokenizer.encode_all
+    monkeypatch.setattr(ByteTokenizer, "encode_all", counting)
+    output, folder = tmp_path / "new", [*tmp_path.iterdir()]
+    with pytest.raises(KeyboardInterrupt):
+        prepare(inputs, output, ByteTokenizer(), workers=1)
+    (left,) = {*tmp_path.iterdir()} - {*folder}
+    assert left.name.startswith(".new.") and len([*left.glob("*.npz")]) == 5
+    # One is cut short, and one was not finished.
+    names = sorted(left.glob("*.arrays"))
+    os.truncate(names[0], 10)
+    (left / "unfinished.1.new").write_text("x")
+    taken = sum(encoded)
+    prepare(inputs, output, ByteTokenizer(), workers=1)
+    assert content(output) == content(tmp_path / "one")
+    assert taken < sum(encoded) < taken + expected.rows
+    assert {*tmp_path.iterdir()} - {*folder} == {output}
+    # Nothing is left where no part is finished.
+    with pytest.raises(ValueError, match="no field 'n2'"):
+        prepare(inputs[:1], tmp_path / "x", ByteTokenizer(), text_field="n2", workers=1)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from data.text import units
+from data.text.corpus import prepare
+from data.text.tokenizer import ByteTokenizer
+
+class Slow(ByteTokenizer):
+    def encode_all(self, texts, **options):
+        import time
+        time.sleep(0.3)
+        return super().encode_all(texts, **options)
+
+if __name__ == "__main__":
+    units.UNIT_BYTES = 3000
+    prepare([*map(Path, sys.argv[2:])], Path(sys.argv[1]), Slow(), workers=2)
+"""
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("killed", ["parent", "worker"])
+def test_a_killed_preparation_goes_on(inputs, tmp_path, killed):
+    (tmp_path / "run.py").write_text(KILLED)
+    prepare(inputs, tmp_path / "one", ByteTokenizer())
+    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "new")]
+    options = {
+        "env": os.environ | {"PYTHONPATH": str(Path(corpus.__file__).parents[2])}
+    }
+    options |= {"stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen([*command, *map(str, inputs)], **options)
+    wait_for(lambda: len([*tmp_path.glob(".new.*.parts/*.npz")]) >= 3)
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
+    workers = [
+        int(pid)
+        for pid in children.read_text().split()
+        if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert len(workers) == 2
+    os.kill(first.pid if killed == "parent" else workers[0], signal.SIGKILL)
+    error = first.communicate()[1]
+    assert ("a process of the preparation was killed" in error) == (killed == "worker")
+    # Nobody goes on working.
+    wait_for(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers))
+    parts = {p: p.stat().st_mtime_ns for p in tmp_path.glob(".new.*.parts/*.npz")}
+    assert len(parts) >= 3
+    again = subprocess.run([*command, *map(str, inputs)], **options, check=True)
+    assert again.returncode == 0
+    assert content(tmp_path / "new") == content(tmp_path / "one")
