@@ -133,10 +133,10 @@ class CorpusRows(ABC):
 
         The target of the last token is in them.
         """
-        (begin, stop), starts = self.span(row), self.corpus.starts
+        begin, stop = self.span(row)
         if self.corpus.segments is not None:
             return begin, RowTrees.of(self.corpus.segments, begin, stop)
-        inner = starts[slice(*starts.searchsorted((begin + 1, stop)))]
+        inner = self.corpus.documents.between(begin, stop)
         bounds = np.r_[begin, inner, stop] - begin
         return begin, RowTrees(bounds, np.full(bounds.size - 1, -1))
 
@@ -160,39 +160,83 @@ class PackedRows(CorpusRows):
         return begin, begin + self.length + 1
 
 
-class WholeRows(CorpusRows):
+class CountedRows(CorpusRows):
+    """Rows that are counted once, by blocks of documents: memory holds few of these."""
+
+    @abstractmethod
+    def _counts(self, offsets: np.ndarray, first: int) -> np.ndarray:
+        """Returns how many rows begin in each document of a block, int64 (documents,).
+
+        offsets: where these start, and the last one ends. first: where the first row
+          begins of those behind the blocks before.
+        """
+
+    @abstractmethod
+    def _end(self, begin: int) -> int:
+        """Returns where the row ends that begins here (see `span`)."""
+
+    @property
+    def rows(self) -> int:
+        return int(self._blocks[0, -1])
+
+    @cached_property
+    def _blocks(self) -> np.ndarray:
+        """Rows before each block, and where the next one begins: (2, blocks + 1).
+
+        Both are int64; the last are all rows.
+        """
+        found, (rows, first) = [(0, 0)], (0, 0)
+        for number in range(self.corpus.documents.blocks):
+            offsets = self.corpus.documents.block(number)
+            counts = self._counts(offsets, first)
+            if counts.any():
+                rows += int(counts.sum())
+                first = self._end(int(offsets[np.flatnonzero(counts)[-1]]))
+            found.append((rows, first))
+        return np.array(found).T
+
+    def span(self, row: int) -> tuple[int, int]:
+        before, firsts = self._blocks
+        block = int(before.searchsorted(row, side="right")) - 1
+        offsets = self.corpus.documents.block(block)
+        counts = self._counts(offsets, int(firsts[block]))
+        until = before[block] + np.cumsum(counts)
+        document = int(until.searchsorted(row, side="right"))
+        part = row - int(until[document] - counts[document])
+        begin = int(offsets[document]) + part * self.length
+        return begin, self._end(begin)
+
+
+class WholeRows(CountedRows):
     """A row holds as many whole documents as fit, in their order, and padding.
 
     For documents that mean little in parts, as conversations.
     """
 
-    @property
-    def rows(self) -> int:
-        return self._edges.size - 1
-
-    @cached_property
-    def _edges(self) -> np.ndarray:
-        """Where in the stream each row begins, and the last one ends, int64."""
-        lengths = self.corpus.lengths
+    def _counts(self, offsets: np.ndarray, first: int) -> np.ndarray:
+        lengths = np.diff(offsets)
         if lengths.max() > self.length:
             document = int(np.argmax(lengths))
+            number = self.corpus.documents.search(int(offsets[document])) - 1
             raise ValueError(
-                f"document {document} of split {self.corpus.split!r} of "
+                f"document {number} of split {self.corpus.split!r} of "
                 f"{self.corpus.directory} has {lengths[document]} tokens, which do not "
                 f"fit whole in a row of {self.length}: take a longer context, prepare "
                 "the corpus for this one, or use packed rows"
             )
-        offsets, edges = self.corpus.offsets, [0]
-        while edges[-1] < offsets[-1]:
-            fitting = np.searchsorted(offsets, edges[-1] + self.length, side="right")
-            edges.append(int(offsets[fitting - 1]))
-        return np.array(edges)
+        counts = np.zeros_like(lengths)
+        behind = offsets.searchsorted(offsets + self.length, side="right") - 1
+        behind, document = behind.tolist(), int(offsets.searchsorted(first))
+        while document < lengths.size:
+            counts[document] = 1
+            document = behind[document]
+        return counts
 
-    def span(self, row: int) -> tuple[int, int]:
-        return int(self._edges[row]), int(self._edges[row + 1])
+    def _end(self, begin: int) -> int:
+        return self.corpus.documents.last_until(begin + self.length)
 
 
-class DocumentRows(CorpusRows):
+class DocumentRows(CountedRows):
     """A row holds one document, padded to T, or T tokens of a longer document.
 
     The parts of a long document each start at position 0 of their row; only its last
@@ -200,21 +244,11 @@ class DocumentRows(CorpusRows):
     so nothing is lost, and no row is without a target.
     """
 
-    @property
-    def rows(self) -> int:
-        return int(self._rows_until[-1])
+    def _counts(self, offsets: np.ndarray, first: int) -> np.ndarray:
+        return -(-(np.diff(offsets) - 1) // self.length)
 
-    @cached_property
-    def _rows_until(self) -> np.ndarray:
-        """Rows of each document and all before it, int64 (documents,)."""
-        return np.cumsum(-(-(self.corpus.lengths - 1) // self.length))
-
-    def span(self, row: int) -> tuple[int, int]:
-        document = int(np.searchsorted(self._rows_until, row, side="right"))
-        part = row - (int(self._rows_until[document - 1]) if document else 0)
-        first, document_end = map(int, self.corpus.offsets[document : document + 2])
-        begin = first + part * self.length
-        return begin, min(begin + self.length + 1, document_end)
+    def _end(self, begin: int) -> int:
+        return min(begin + self.length + 1, self.corpus.documents.next_behind(begin))
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}

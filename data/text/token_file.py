@@ -34,6 +34,7 @@ import numpy as np
 from data.files import describe_file
 from data.json_text import short
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
+from data.text.document_starts import DocumentStarts
 from data.text.prefix_tree import are_parts
 from data.text.tokenizer import Tokenizer
 from data.text.tokenizer_files import write_tokenizer
@@ -58,8 +59,7 @@ class TokenFile:
     """One split of a corpus.
 
     tokens: uint16 or uint32 (tokens,), the stream, on disk.
-    offsets: int64 (documents + 1,), where in the stream each document starts, and where
-      the last one ends.
+    documents: where in the stream each document starts, on disk.
     vocab_size: of the tokenizer; largest_token: the largest id that occurs.
     tokenizer: what `open_tokenizer` opens to encode and decode as the corpus was.
     loss_mask: uint8 or float32 (tokens,), the weight of each token's loss, on disk;
@@ -72,7 +72,7 @@ class TokenFile:
     directory: Path
     split: str
     tokens: StoredArray
-    offsets: np.ndarray
+    documents: DocumentStarts
     vocab_size: int
     largest_token: int
     tokenizer: str
@@ -115,13 +115,11 @@ class TokenFile:
         tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.
         starts = stored("documents", "int64", counts.documents)
-        offsets = np.append(starts[:], counts.tokens)
-        _check_offsets(starts.path, offsets)
         segments = None
         if most > 1:
             read = stored("segments", "int64", parts, 2)
             segments = read[:]
-            if not are_parts(segments, offsets):
+            if not are_parts(segments, np.append(starts[:], counts.tokens)):
                 raise ValueError(
                     f"{read.path} is damaged: its parts are not of the documents; copy "
                     f"it again or {FORMAT.remedy}"
@@ -130,7 +128,7 @@ class TokenFile:
             directory,
             split,
             tokens,
-            offsets,
+            DocumentStarts(starts, counts.tokens, FORMAT.remedy),
             vocab_size,
             counts.largest_token,
             spec,
@@ -140,13 +138,23 @@ class TokenFile:
         )
 
     @property
+    def offsets(self) -> np.ndarray:
+        """Where each document starts, and the last ends, int64 (documents + 1,), read.
+
+        Beside `starts` and `lengths`, for corpora of few documents.
+        """
+        return np.append(
+            self.documents.between(-1, self.documents.end), self.tokens.size
+        )
+
+    @property
     def starts(self) -> np.ndarray:
-        """Where in the stream each document starts, int64 (documents,)."""
+        """Where in the stream each document starts, int64 (documents,), read."""
         return self.offsets[:-1]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 (documents,)."""
+        """Tokens of each document, int64 (documents,), read."""
         return np.diff(self.offsets)
 
     def ids(self, places: np.ndarray) -> np.ndarray:
@@ -392,19 +400,3 @@ def _tokenizer(directory: Path, facts: dict[str, Any]) -> str:
 
 def _path(directory: Path, split: str, kind: str) -> Path:
     return directory / f"{split}.{kind}.bin"
-
-
-def _check_offsets(path: Path, offsets: np.ndarray) -> None:
-    """Checks that documents follow each other, and that none is empty."""
-    is_filled = offsets[1:] > offsets[:-1]
-    damaged = None
-    if offsets[0] != 0:
-        damaged = f"the first document begins at {offsets[0]}, not at 0"
-    elif not is_filled.all():
-        place = int(np.argmin(is_filled))
-        begin, end = offsets[place : place + 2]
-        damaged = f"document {place} begins at {begin} and ends at {end}"
-    if damaged:
-        raise ValueError(
-            f"{path} is damaged: {damaged}; copy it again or {FORMAT.remedy}"
-        )

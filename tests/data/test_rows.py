@@ -21,6 +21,7 @@ from data.rows import (
     WholeRows,
     iterate,
 )
+from data.text import document_starts
 from data.text.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.fuzzing import set_field
@@ -80,13 +81,50 @@ def naive_rows(plan):
     ]
 
 
+@pytest.mark.parametrize("block", [3, 1 << 12])
 @pytest.mark.parametrize("plan, length", LENGTHS)
-def test_rows_equal_a_loop_over_tokens(corpus, plan, length):
-    plan = plan(corpus, length)
+def test_rows_equal_a_loop_over_tokens(corpus, monkeypatch, plan, length, block):
+    """Whatever number of documents is read together."""
+    monkeypatch.setattr(document_starts, "BLOCK", block)
+    plan = plan(TokenFile.open(corpus.directory, "train"), length)
     rows, expected = read_rows(plan), naive_rows(plan)
     assert len(rows) == len(expected) == plan.rows
     for row, wanted in zip(rows, expected, strict=True):
         assert_same_batch(row, wanted)
+
+
+@pytest.mark.parametrize("name", ROW_PLANS)
+def test_memory_does_not_grow_with_the_documents(tmp_path, name, rng):
+    lengths = rng.integers(2, 6, 250_000)
+    with TokenFileWriter(tmp_path / "corpus", NUMBERS) as writer:
+        writer.write("train", np.arange(lengths.sum()), None, lengths)
+    tracemalloc.start()
+    plan = ROW_PLANS[name](TokenFile.open(tmp_path / "corpus", "train"), 64)
+    index = np.arange(64, dtype=np.int32)
+    for row in (0, plan.rows // 3, plan.rows - 1):
+        found = plan.read(row, index)
+        assert found.tokens[0] == plan.span(row)[0]
+    assert tracemalloc.get_traced_memory()[1] < 0.5 * 8 * lengths.size
+    tracemalloc.stop()
+
+
+def test_damage_is_found_where_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_starts, "BLOCK", 4)
+    with TokenFileWriter(tmp_path / "corpus", NUMBERS) as writer:
+        writer.write("train", np.arange(40), None, np.full(20, 2))
+    starts = np.arange(0, 40, 2, dtype="<u8")
+    starts[10] = starts[11]
+    starts.tofile(tmp_path / "corpus" / "train.documents.bin")
+    plan = PackedRows(TokenFile.open(tmp_path / "corpus", "train"), 8)
+    index = np.arange(8, dtype=np.int32)
+    assert plan.read(0, index).positions.tolist() == [0, 1] * 4
+    match = r"documents\.bin is damaged: document 10 begins at 22 and ends at 22; copy"
+    for damaged in (
+        lambda: plan.read(2, index),
+        lambda: WholeRows(plan.corpus, 8).rows,
+    ):
+        with pytest.raises(ValueError, match=match):
+            damaged()
 
 
 @pytest.mark.parametrize("plan", ROW_PLANS.values())

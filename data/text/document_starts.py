@@ -1,0 +1,96 @@
+"""Where documents begin in a stream: on disk, and read a block at a time."""
+
+from bisect import bisect_right
+from functools import lru_cache
+from typing import NoReturn
+
+import numpy as np
+
+from data.packed import StoredArray
+
+BLOCK = 1 << 12
+"""Documents that are read together."""
+_KEPT_BLOCKS, _KEPT_STARTS = 1 << 3, 1 << 16
+
+
+class DocumentStarts:
+    """Where each document begins, and where the last one ends.
+
+    A corpus of any size opens at once, and little of it is in memory. What is read is
+    checked: documents follow each other, and none is empty.
+
+    count: documents. end: of the last one, in tokens.
+    """
+
+    def __init__(self, stored: StoredArray, end: int, remedy: str):
+        """Checks the first block.
+
+        stored: int64 (documents,), at least one. remedy: what to do about damage.
+
+        Raises:
+          ValueError: it is damaged.
+        """
+        self.count, self.end = stored.size, end
+        self._stored, self._remedy = stored, remedy
+        self.block = lru_cache(_KEPT_BLOCKS)(self._read_block)
+        self._first = lru_cache(_KEPT_STARTS)(lambda b: self._start(b * BLOCK))
+        self.block(0)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.count // BLOCK)
+
+    def search(self, place: int) -> int:
+        """Returns how many documents begin at a place of the stream or before it."""
+        number = bisect_right(range(self.blocks), place, key=self._first) - 1
+        number = max(number, 0)
+        starts = self.block(number)[:-1]
+        return number * BLOCK + int(starts.searchsorted(place, side="right"))
+
+    def between(self, begin: int, stop: int) -> np.ndarray:
+        """Returns the starts behind `begin` and before `stop`, int64 (documents,)."""
+        first = self.search(begin)
+        found = self._stored[first : self.search(stop - 1)]
+        self._check(np.r_[begin, found, stop], first - 1)
+        return found
+
+    def last_until(self, place: int) -> int:
+        """Returns the last start, or end of all, up to a place of the stream."""
+        if place >= self.end:
+            return self.end
+        return self._start(self.search(place) - 1)
+
+    def next_behind(self, place: int) -> int:
+        """Returns the first start, or end of all, behind a place of the stream."""
+        document = self.search(place)
+        return self._start(document) if document < self.count else self.end
+
+    def _start(self, document: int) -> int:
+        return int(self._stored[document : document + 1][0])
+
+    def _read_block(self, number: int) -> np.ndarray:
+        """Returns the starts of a block and where it ends, int64 (documents + 1,)."""
+        first = number * BLOCK
+        found = self._stored[first : first + BLOCK + 1]
+        if first + BLOCK >= self.count:
+            found = np.append(found, self.end)
+        if found[0] != 0 and number == 0:
+            self._refuse(f"the first document begins at {found[0]}, not at 0")
+        self._check(found, first)
+        return found
+
+    def _check(self, offsets: np.ndarray, first: int) -> None:
+        """Checks offsets of the document `first` and those behind it."""
+        is_filled = offsets[1:] > offsets[:-1]
+        if not is_filled.all():
+            place = int(np.argmin(is_filled))
+            begin, end = offsets[place : place + 2]
+            self._refuse(
+                f"document {first + place} begins at {begin} and ends at {end}"
+            )
+
+    def _refuse(self, damaged: str) -> NoReturn:
+        raise ValueError(
+            f"{self._stored.path} is damaged: {damaged}; copy it again or "
+            f"{self._remedy}"
+        )
