@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,6 +26,9 @@ FILES = "files"
 """Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
 COMPARED_BYTES = 1 << 28
 """Files of up to this size, together, are always compared with their digests."""
+BLOCKS = "blocks.sha256"
+"""File, and index key, of larger data: SHA-256 of each `BLOCK_BYTES` of each file."""
+BLOCK_BYTES, _DIGEST_BYTES = 1 << 20, 32
 _BYTES_AT_A_TIME = 1 << 20
 
 
@@ -37,18 +40,23 @@ class StoredArray:
     """
 
     def __init__(
-        self, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int = 0
+        self,
+        path: Path,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        offset: int = 0,
+        digests: Sequence[bytes] = (),
     ):
         """Opens the file.
 
-        offset: bytes before the first row.
+        offset: bytes before the first row. digests: of its blocks, to compare.
 
         Raises:
           OSError: it cannot be opened.
         """
         self.path, self.shape = path, shape
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._offset = offset
+        self._offset, self._digests = offset, [*digests]
         self._row_bytes = self.dtype.itemsize * prod(shape[1:])
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
@@ -103,6 +111,9 @@ class StoredArray:
         """Reads rows from `begin` on into an array, and gives it back."""
         wanted, done = found.reshape(-1).view(np.uint8), 0
         first = self._offset + begin * self._row_bytes
+        last = (first + wanted.size - 1) // BLOCK_BYTES
+        for block in range(first // BLOCK_BYTES, last + 1 if self._digests else 0):
+            self._compare(block)
         while done < wanted.size:
             count = os.preadv(self._file, [wanted[done:]], first + done)
             if not count:
@@ -112,6 +123,18 @@ class StoredArray:
                 )
             done += count
         return found
+
+    def _compare(self, number: int) -> None:
+        """Compares a block with its digest, once."""
+        if not self._digests[number]:
+            return
+        block = os.pread(self._file, BLOCK_BYTES, number * BLOCK_BYTES)
+        if hashlib.sha256(block).digest() != self._digests[number]:
+            raise ValueError(
+                f"{self.path} is not what was written, by the digest of its MiB "
+                f"{number}: it was damaged or replaced; copy it again"
+            )
+        self._digests[number] = b""
 
 
 @dataclass(frozen=True)
@@ -185,11 +208,17 @@ class PackedFormat:
             ) from error
 
     def open_array(
-        self, path: Path, dtype: Any, shape: tuple[int, ...], header: bytes = b""
+        self,
+        path: Path,
+        dtype: Any,
+        shape: tuple[int, ...],
+        header: bytes = b"",
+        compare: bool = False,
     ) -> StoredArray:
         """Opens an array after checking that its file holds this and no more.
 
         header: bytes that the file begins with.
+        compare: with the digests of its blocks as they are read, if there are any.
 
         Raises:
           FileNotFoundError: the file is missing.
@@ -205,7 +234,29 @@ class PackedFormat:
                     f"{path} does not begin as {said}, as {self.index} says: the file "
                     f"was replaced; copy it again or {self.remedy}"
                 )
-        return StoredArray(path, dtype, shape, offset=len(header))
+        digests = self._block_digests(path) if compare else []
+        return StoredArray(path, dtype, shape, len(header), digests)
+
+    def _block_digests(self, path: Path) -> list[bytes]:
+        """Returns the digests of a file's blocks; [] where the index has none."""
+        index, beside = self.read_index(path.parent), path.with_name(BLOCKS)
+        if BLOCKS not in index:
+            return []
+        self._check_digest(beside, index[BLOCKS])
+        with beside.open("rb") as file:
+            for name, facts in index[FILES].items():
+                count = -(-facts["bytes"] // BLOCK_BYTES)
+                found = [file.read(_DIGEST_BYTES) for _ in range(count)]
+                if name == path.name:
+                    return found
+        return []
+
+    def _check_digest(self, path: Path, expected: str) -> None:
+        if describe_file(path)["sha256"] != expected:
+            raise ValueError(
+                f"{path} is not what was written, by its digest: it was damaged or "
+                f"replaced; copy it again or {self.remedy}"
+            )
 
     def _check_size(self, path: Path, expected: int, said: str) -> None:
         if not path.is_file():
@@ -220,7 +271,8 @@ class PackedFormat:
     def identify(self, directory: Path, *, compare: bool = False) -> tuple[str, str]:
         """Returns the digest of a directory, and a note of what was not compared.
 
-        compare: files of any size with their digests, and not only small ones.
+        compare: files of any size with their digests, not only small ones; arrays with
+          digests by block when they are read (`open_array`).
 
         Raises:
           FileNotFoundError: the index or a file is missing.
@@ -228,7 +280,7 @@ class PackedFormat:
         """
         directory = Path(directory)
         index = self.read_index(directory)
-        named = {name: index[name] for name in index if name not in self.origin}
+        named = {n: v for n, v in index.items() if n not in (*self.origin, BLOCKS)}
         return digest(named), self._compare(directory, index, compare)
 
     def _compare(self, directory: Path, index: Mapping[str, Any], whole: bool) -> str:
@@ -252,11 +304,8 @@ class PackedFormat:
                 "their digests: config.data.compare_digests=True does"
             )
         for path, (_, expected) in files.items():
-            if describe_file(path)["sha256"] != expected:
-                raise ValueError(
-                    f"{path} is not what was written, by its digest: it was damaged or "
-                    f"replaced; copy it again or {self.remedy}"
-                )
+            if BLOCKS not in index or path.suffix not in (".bin", ".npy"):
+                self._check_digest(path, expected)
         return ""
 
 
@@ -303,11 +352,21 @@ class PackedWriter:
                 kept = [path for path in paths if path.name not in self.format.origin]
                 files = {path.name: describe_file(path) for path in kept}
                 index = {"version": self.format.version, **facts, FILES: files}
+                if sum(file["bytes"] for file in files.values()) > COMPARED_BYTES:
+                    (partial / BLOCKS).write_bytes(b"".join(map(_digests, kept)))
+                    index[BLOCKS] = describe_file(partial / BLOCKS)["sha256"]
                 text = json.dumps(index, indent=1) + "\n"
                 (partial / self.format.index).write_text(text)
                 self._new.appear()
         finally:
             self._new.remove()
+
+
+def _digests(path: Path) -> bytes:
+    """Returns the digests of a file's blocks, joined."""
+    with path.open("rb") as file:
+        blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+        return b"".join(hashlib.sha256(block).digest() for block in blocks)
 
 
 def whole_number(name: str, found: Any, least: int = 0) -> int:

@@ -101,7 +101,9 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     if config.data.rows not in ROW_PLANS:
         raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
     found = named(config)
-    corpora = [TokenFile.open(Path(n), split) for n in found or [STANDARD_LIBRARY]]
+    compare = {"compare": config.data.compare_digests}
+    places = map(Path, found or [STANDARD_LIBRARY])
+    corpora = [TokenFile.open(place, split, **compare) for place in places]
     for corpus in corpora:
         corpus.check_vocabulary(vocab_size)
     order = Shuffled(config.seed) if split == "train" else InOrder()

@@ -18,10 +18,10 @@ The same steps of many worlds are read as if they were written for each: the epi
 the first world, those of the second, and so on.
 """
 
-import functools
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,8 +69,10 @@ class TrajectoryFile:
     index: Mapping[str, Any]
 
     @classmethod
-    def open(cls, directory: Path) -> "TrajectoryFile":
+    def open(cls, directory: Path, *, compare: bool = False) -> "TrajectoryFile":
         """Opens a trajectory file after checking that it is what index.json says.
+
+        compare: with digests, as it is read (see `PackedFormat.open_array`).
 
         Raises:
           FileNotFoundError: the directory or one of its files is missing.
@@ -104,7 +106,7 @@ class TrajectoryFile:
                 raise ValueError("it contradicts itself")
             headers = [_header(recorded, 1, columns), _header(recorded, shared)]
         rows, rewards = int(recorded.sum()), None
-        opened = functools.partial(FORMAT.open_array, dtype=np.float32)
+        opened = partial(FORMAT.open_array, dtype=np.float32, compare=compare)
         shape = rows, columns
         steps = opened(directory / STEPS, shape=shape, header=headers[0])
         if shared > 1:

@@ -81,8 +81,10 @@ class TokenFile:
     intervals: int = 1
 
     @classmethod
-    def open(cls, directory: Path, split: str) -> "TokenFile":
+    def open(cls, directory: Path, split: str, *, compare: bool = False) -> "TokenFile":
         """Opens a split after checking that its files are what meta.json says.
+
+        compare: with digests, as it is read (see `PackedFormat.open_array`).
 
         Raises:
           FileNotFoundError: the directory or one of its files is missing.
@@ -110,7 +112,8 @@ class TokenFile:
             )
 
         def stored(kind: str, dtype: str, *shape: int) -> StoredArray:
-            return FORMAT.open_array(_path(directory, split, kind), dtype, shape)
+            path = _path(directory, split, kind)
+            return FORMAT.open_array(path, dtype, shape, compare=compare)
 
         tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.

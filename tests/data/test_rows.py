@@ -97,7 +97,7 @@ def test_rows_equal_a_loop_over_tokens(corpus, monkeypatch, plan, length, block)
 def test_memory_does_not_grow_with_the_documents(tmp_path, name, rng):
     lengths = rng.integers(2, 6, 250_000)
     with TokenFileWriter(tmp_path / "corpus", NUMBERS) as writer:
-        writer.write("train", np.arange(lengths.sum()), None, lengths)
+        writer.write("train", np.arange(lengths.sum()), lengths=lengths)
     tracemalloc.start()
     plan = ROW_PLANS[name](TokenFile.open(tmp_path / "corpus", "train"), 64)
     index = np.arange(64, dtype=np.int32)
@@ -111,7 +111,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path, name, rng):
 def test_damage_is_found_where_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(document_starts, "BLOCK", 4)
     with TokenFileWriter(tmp_path / "corpus", NUMBERS) as writer:
-        writer.write("train", np.arange(40), None, np.full(20, 2))
+        writer.write("train", np.arange(40), lengths=np.full(20, 2))
     starts = np.arange(0, 40, 2, dtype="<u8")
     starts[10] = starts[11]
     starts.tofile(tmp_path / "corpus" / "train.documents.bin")
