@@ -12,6 +12,7 @@ import json
 import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -72,11 +73,7 @@ class StoredArray:
         return self.size * self.dtype.itemsize
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Reads these rows, which follow each other.
-
-        Raises:
-          OSError: they cannot be read, or were removed.
-        """
+        """Reads these rows; raises OSError where they cannot be read."""
         begin, end, _ = rows.indices(self.shape[0])
         found = np.empty((max(end - begin, 0), *self.shape[1:]), self.dtype)
         return self._fill(found, begin)
@@ -336,11 +333,7 @@ class PackedWriter:
         return self._opened.enter_context((self._new.partial / name).open("wb"))
 
     def _finish(self) -> dict[str, Any]:
-        """Returns what the index says besides its version and its files.
-
-        Raises:
-          ValueError: nothing was written.
-        """
+        """Returns the rest of the index; raises ValueError if nothing was written."""
         raise NotImplementedError
 
     def __exit__(self, kind: type | None, error: object, trace: object) -> None:
@@ -350,10 +343,14 @@ class PackedWriter:
                 facts, partial = self._finish(), self._new.partial
                 paths = sorted(partial.iterdir())
                 kept = [path for path in paths if path.name not in self.format.origin]
-                files = {path.name: describe_file(path) for path in kept}
+                is_large = sum(p.stat().st_size for p in kept) > COMPARED_BYTES
+                with ThreadPoolExecutor() as pool:  # hashing lets others run
+                    blocks = pool.map(_digests, kept if is_large else ())
+                    found = zip(kept, pool.map(describe_file, kept), strict=True)
+                    files = {path.name: facts for path, facts in found}
                 index = {"version": self.format.version, **facts, FILES: files}
-                if sum(file["bytes"] for file in files.values()) > COMPARED_BYTES:
-                    (partial / BLOCKS).write_bytes(b"".join(map(_digests, kept)))
+                if is_large:
+                    (partial / BLOCKS).write_bytes(b"".join(blocks))
                     index[BLOCKS] = describe_file(partial / BLOCKS)["sha256"]
                 text = json.dumps(index, indent=1) + "\n"
                 (partial / self.format.index).write_text(text)

@@ -233,7 +233,10 @@ class WholeRows(CountedRows):
         return counts
 
     def _end(self, begin: int) -> int:
-        return self.corpus.documents.last_until(begin + self.length)
+        documents, end = self.corpus.documents, begin + self.length
+        # A document that ends there is the last one that fits.
+        fitting = documents.search(end) - (end < documents.end)
+        return documents.offset(fitting)
 
 
 class DocumentRows(CountedRows):
@@ -248,7 +251,9 @@ class DocumentRows(CountedRows):
         return -(-(np.diff(offsets) - 1) // self.length)
 
     def _end(self, begin: int) -> int:
-        return min(begin + self.length + 1, self.corpus.documents.next_behind(begin))
+        documents = self.corpus.documents
+        document_end = documents.offset(documents.search(begin))
+        return min(begin + self.length + 1, document_end)
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}

@@ -33,7 +33,7 @@ class DocumentStarts:
         self.count, self.end = stored.size, end
         self._stored, self._remedy = stored, remedy
         self.block = lru_cache(_KEPT_BLOCKS)(self._read_block)
-        self._first = lru_cache(_KEPT_STARTS)(lambda b: self._start(b * BLOCK))
+        self._first = lru_cache(_KEPT_STARTS)(lambda b: self.offset(b * BLOCK))
         self.block(0)
 
     @property
@@ -54,18 +54,10 @@ class DocumentStarts:
         self._check(np.r_[begin, found, stop], first - 1)
         return found
 
-    def last_until(self, place: int) -> int:
-        """Returns the last start, or end of all, up to a place of the stream."""
-        if place >= self.end:
+    def offset(self, document: int) -> int:
+        """Returns where a document starts; of `count`: where the last one ends."""
+        if document == self.count:
             return self.end
-        return self._start(self.search(place) - 1)
-
-    def next_behind(self, place: int) -> int:
-        """Returns the first start, or end of all, behind a place of the stream."""
-        document = self.search(place)
-        return self._start(document) if document < self.count else self.end
-
-    def _start(self, document: int) -> int:
         return int(self._stored[document : document + 1][0])
 
     def _read_block(self, number: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -95,36 +95,69 @@ class Counts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@dataclass
 class Part:
-    """A finished part.
+    """What was made of a unit.
 
-    marks, characters: uint64 and int64, of the rows that could be read and whose split
-      no file says, for `Holdout`.
-    counts: see there. tokens: of all documents.
-    errors: bad rows, the first ones. sources: files that begin in it (`describe_file`).
+    path: of its counts and marks. bytes: of its documents, beside them.
+    marks, characters: of the rows that could be read and whose split no file says, for
+      `Holdout`.
+    tokens: of all documents. errors: the first bad rows.
+    sources: files that begin in it, with their digests.
     """
 
-    def __init__(self, path: Path):
-        """Opens it.
+    path: Path
+    bytes: int = 0
+    counts: Counts = field(default_factory=Counts)
+    marks: Sequence[int] = field(default_factory=list)
+    characters: Sequence[int] = field(default_factory=list)
+    tokens: int = 0
+    errors: list[BadRow] = field(default_factory=list)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path) -> "Part":
+        """Opens a finished part.
 
         Raises:
-          FileNotFoundError: it is not finished, or its documents are not whole.
+          OSError, ValueError: it is not finished, or not whole.
         """
         with np.load(path) as found:
-            self.marks, self.characters = found["marks"], found["characters"]
+            marks, characters = found["marks"], found["characters"]
             facts = json.loads(found["facts"].tobytes())
-        self._path = path.with_suffix(".arrays")
-        if self._path.stat().st_size != facts["bytes"]:
-            raise FileNotFoundError(f"{self._path} is cut short")
-        self.counts = Counts(
-            **{
-                name: Skipped(**value) if isinstance(value, dict) else value
-                for name, value in facts["counts"].items()
-            }
-        )
-        self.tokens: int = facts["tokens"]
-        self.errors = [BadRow(*row) for row in facts["errors"]]
-        self.sources: list[dict[str, Any]] = facts["sources"]
+        skipped = [
+            f.name for f in fields(Counts) if f.name not in ("good", "rows", "lost")
+        ]
+        counts = facts["counts"]
+        counts |= {name: Skipped(**counts[name]) for name in skipped}
+        facts["counts"] = Counts(**counts)
+        facts["errors"] = [BadRow(**row) for row in facts["errors"]]
+        part = cls(path, marks=marks, characters=characters, **facts)
+        if part.arrays.stat().st_size != part.bytes:
+            raise ValueError(f"{part.arrays} is cut short")
+        return part
+
+    @property
+    def arrays(self) -> Path:
+        return self.path.with_suffix(".arrays")
+
+    def save(self, file: BinaryIO) -> None:
+        facts = asdict(self)
+        arrays = {
+            "marks": np.array(facts.pop("marks"), np.uint64),
+            "characters": np.array(facts.pop("characters"), np.int64),
+        }
+        del facts["path"]
+        text = json.dumps(facts).encode()
+        np.savez(file, facts=np.frombuffer(text, np.uint8), **arrays)
+
+    def skip(self, row: BadRow, *, stops: bool) -> None:
+        """Counts a row without documents; if it stops, a bad one raises ValueError."""
+        if row.is_error and stops:
+            stop_at(row)
+        if row.is_error and len(self.errors) < MOST_REPORTED:
+            self.errors.append(row)
+        self.counts.skipped.add(row)
 
     def documents(self) -> Iterator[list[np.ndarray]]:
         """Yields arrays of some documents at a time.
@@ -133,7 +166,7 @@ class Part:
         weights, (n,) or (0,); and with weights the numbers of segments and of
         intervals, (documents, 2), and all segments, (segments, 2): see `Document`.
         """
-        with self._path.open("rb") as file:
+        with self.arrays.open("rb") as file:
             while file.peek(1):
                 yield [np.load(file) for _ in range(7)]
 
@@ -161,6 +194,7 @@ class PartMaker:
             "rows": pickle.dumps(self.rows).hex(),
             "tokenizer": path and describe_file(path)["sha256"],
             "ends": [*tokenizer.begin_of_document, *tokenizer.stop_tokens],
+            "names": {**tokenizer.names},
         }
 
     def path(self, unit: Unit) -> Path:
@@ -172,7 +206,7 @@ class PartMaker:
     def find(self, unit: Unit) -> Part | None:
         """Returns the part of a unit; None where it is not finished."""
         try:
-            return Part(self.path(unit))
+            return Part.open(self.path(unit))
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             return None
 
@@ -184,7 +218,7 @@ class PartMaker:
         Raises:
           OSError, ValueError: a file is damaged or changes, or as `stop_at`.
         """
-        made, path = _Made(self.stops), self.path(unit)
+        made = Part(path := self.path(unit))
         new = path.with_suffix(f".{os.getpid()}.new")
         try:
             with new.open("wb") as file:
@@ -195,17 +229,17 @@ class PartMaker:
                     tick(sum(len(row.text) for row in some if _is_good(row)))
                 made.bytes = file.tell()
             begun = [f.path for f in unit.files if not (f.span and f.span.begin)]
-            sources = [{"path": str(f)} | describe_file(f) for f in begun]
+            made.sources = [{"path": str(f)} | describe_file(f) for f in begun]
             unit.check_unchanged()
-            new.rename(path.with_suffix(".arrays"))
+            new.rename(made.arrays)
             with new.open("wb") as file:
-                made.save(file, sources)
+                made.save(file)
             new.rename(path)
         finally:
             new.unlink(missing_ok=True)
         return path
 
-    def _documents(self, some: Sequence[Any], made: "_Made") -> list[tuple]:
+    def _documents(self, some: Sequence[Any], made: Part) -> list[tuple]:
         """Encodes rows; returns split code, mark and document of each document."""
         good = [*filter(_is_good, some)]
         for row in good:
@@ -213,7 +247,7 @@ class PartMaker:
         found, documents = iter(self.rows.encode(good, made.counts)), []
         for row in some:
             if not _is_good(row):
-                made.skip(row)
+                made.skip(row, stops=self.stops)
                 continue
             own, of_row = mark(row.text), next(found)
             made.counts.good += 1
@@ -221,47 +255,12 @@ class PartMaker:
                 made.marks.append(own)
                 made.characters.append(len(row.text))
             if isinstance(of_row, BadRow):
-                made.skip(of_row)
+                made.skip(of_row, stops=self.stops)
                 continue
             made.counts.rows += 1
             code = SPLIT_CODES[row.split]
             documents += [(code, own, document) for document in of_row]
         return documents
-
-
-@dataclass
-class _Made:
-    """What `Part` has, as it is made."""
-
-    stops: bool
-    counts: Counts = field(default_factory=Counts)
-    marks: list[int] = field(default_factory=list)
-    characters: list[int] = field(default_factory=list)
-    errors: list[BadRow] = field(default_factory=list)
-    tokens: int = 0
-    bytes: int = 0
-
-    def skip(self, row: BadRow) -> None:
-        if row.is_error and self.stops:
-            stop_at(row)
-        if row.is_error and len(self.errors) < MOST_REPORTED:
-            self.errors.append(row)
-        self.counts.skipped.add(row)
-
-    def save(self, file: BinaryIO, sources: Sequence[dict[str, Any]]) -> None:
-        facts = {
-            "counts": asdict(self.counts),
-            "errors": [(row.where, row.reason) for row in self.errors],
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "sources": sources,
-        }
-        np.savez(
-            file,
-            marks=np.array(self.marks, np.uint64),
-            characters=np.array(self.characters, np.int64),
-            facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        )
 
 
 def _is_good(row: Any) -> bool:

@@ -59,7 +59,7 @@ def _alone(
     maker: PartMaker, found: Iterator[Unit], tick: Callable[[int], object]
 ) -> Iterator[tuple[Unit, Part]]:
     for unit in found:
-        yield unit, maker.find(unit) or Part(maker.make(unit, tick))
+        yield unit, maker.find(unit) or Part.open(maker.make(unit, tick))
 
 
 def _pool(
@@ -72,7 +72,7 @@ def _pool(
 
     def first() -> tuple[Unit, Part]:
         unit, part = waiting.popleft()
-        return unit, Part(part.result()) if isinstance(part, Future) else part
+        return unit, Part.open(part.result()) if isinstance(part, Future) else part
 
     try:
         for unit in found:
