@@ -46,8 +46,9 @@ FIELDS = dict(
     # balanced), or auto: of these three the fastest by estimate, for rows of the
     # corpus. The first three need mesh.ring = 1.
     attention="striped",
-    # Tokens of a stripe block: consecutive ones on a device in the striped layout.
-    stripe_granule=1,
+    # Tokens of a stripe block: consecutive ones on a device in the striped layout. 0:
+    # of a tile on CPUs, where a shard has several of these; 1 elsewhere.
+    stripe_granule=0,
     # Attention kernel: "pallas_tpu", "hopper", "hopper_deterministic", "triton",
     # "blockwise", "reference" (see kernels/backends), or "": the best of the device.
     implementation="",

@@ -31,7 +31,6 @@ from tasks import trajectories
 from tasks.config_errors import names_fields
 from tasks.run import Data, Objective, Run
 from tasks.state import identity
-from tasks.systems import attention_system
 from training.feed import host_blocks
 from training.metrics import StepWork
 from training.step import Counts, mean_pairs
@@ -86,25 +85,6 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
     return AgentConfig(**fields, rope_scaling=scaling)
 
 
-@names_fields
-def step_layout(config: ml_collections.ConfigDict) -> Layout:
-    """Returns the layout of steps whose tokens lie in the config's layout.
-
-    Raises:
-      ValueError: the layout would cut a step, or this has no such number of tokens.
-    """
-    layout, tokens = attention_system(config).layout, config.agent.step_tokens
-    if not isinstance(layout, Striped):
-        return layout
-    check_step_tokens(tokens)
-    if layout.granule % tokens:
-        raise ValueError(
-            f"{config.stripe_granule=} cuts the {tokens} tokens of a step: "
-            f"make it a multiple of {tokens}"
-        )
-    return Striped(layout.granule // tokens)
-
-
 class AgentRun(Run):
     """A run that trains an agent."""
 
@@ -117,8 +97,23 @@ class AgentRun(Run):
         return self.config.agent.method == "perceptron"
 
     @functools.cached_property
+    @names_fields
     def step_layout(self) -> Layout:
-        return step_layout(self.config)
+        """Layout of the steps, of which each token lies in the run's layout.
+
+        Raises:
+          ValueError: it would cut a step, or has no such number of tokens.
+        """
+        layout, tokens = self.system.layout, self.config.agent.step_tokens
+        if not isinstance(layout, Striped):
+            return layout
+        check_step_tokens(tokens)
+        if layout.granule % tokens:
+            raise ValueError(
+                f"granule={layout.granule} cuts the {tokens} tokens of a step: "
+                f"make it a multiple of {tokens}"
+            )
+        return Striped(layout.granule // tokens)
 
     @functools.cached_property
     @names_fields

@@ -21,7 +21,7 @@ from data.document_mask import DocumentMask
 from data.rows import TextBatches
 from kernels import chips, masks
 from kernels.compiler import compiler_options
-from kernels.cost.choice import Choice, known_chip
+from kernels.cost.choice import Choice, default_granule, known_chip
 from kernels.cost.work import Row
 from kernels.layouts import Layout, Striped, padded_length
 from kernels.masks import Mask, Visible
@@ -131,7 +131,8 @@ class Run:
 
     @functools.cached_property
     def system(self) -> AttentionSystem:
-        return attention_system(self.config)
+        row = self.row_parts, self.config.data.context_tokens
+        return attention_system(self.config, default_granule(*row, self._device_kind))
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -150,8 +151,12 @@ class Run:
     @functools.cached_property
     def chip(self) -> chips.Chip:
         """That of the mesh's devices (see `known_chip`)."""
+        return known_chip(self._device_kind)
+
+    @property
+    def _device_kind(self) -> str:
         device = self.partition.mesh.abstract_mesh.abstract_device
-        return known_chip(device.device_kind if device else "")
+        return device.device_kind if device else ""
 
     @property
     def layout(self) -> Layout:

@@ -46,13 +46,16 @@ class AttentionSystem:
 
 
 @names_fields
-def attention_system(config: ConfigDict) -> AttentionSystem:
+def attention_system(config: ConfigDict, granule: int = 1) -> AttentionSystem:
     """Returns the system that `config.attention` names.
+
+    granule: of stripes, where the config names none.
 
     Raises:
       ValueError: the system is unknown.
     """
-    whole, striped = layouts.Contiguous(), layouts.Striped(config.stripe_granule)
+    whole = layouts.Contiguous()
+    striped = layouts.Striped(config.stripe_granule or granule)
     systems = {
         "vanilla": AttentionSystem(whole, False, "reference", chunked=False),
         "memory_efficient": AttentionSystem(whole, False, None, chunked=False),

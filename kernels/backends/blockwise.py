@@ -27,7 +27,7 @@ def default_block_sizes(length: int) -> BlockSizes:
     On a CPU 128 x 256 computes fastest; 128 x 128 wastes less on the diagonals of short
     shards.
     """
-    return BlockSizes(128, 256 if length >= 2048 else 128)
+    return BlockSizes(128, 256 if length >= 512 else 128)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "block_sizes"))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..backends import blockwise
 from ..chips import CHIPS, Chip, find, measured
 from ..device import device_kind, rings_both_ways
 from ..known import whole_number
@@ -48,6 +49,19 @@ def slower_links(chip: Chip, times: float) -> Chip:
     """Returns a chip whose links take some times as long."""
     rate = chip.interconnect_bytes_per_second / times
     return replace(chip, interconnect_bytes_per_second=rate)
+
+
+def default_granule(ring_size: int, length: int, kind: str) -> int:
+    """Returns the width of stripes where none is named.
+
+    On CPUs they are as wide as a tile, where each shard has several: then tiles are
+    full or empty but on a diagonal. Elsewhere they are of a token.
+
+    kind: of the ring's devices.
+    """
+    width = blockwise.default_block_sizes(length // ring_size).block_k
+    is_wide = kind == "cpu" and length > ring_size * width
+    return width if is_wide and length % (ring_size * width) == 0 else 1
 
 
 def layouts_of(ring_size: int, length: int) -> list[Layout]:

@@ -5,7 +5,7 @@ import pytest
 
 from kernels import chips, choose_layout
 from kernels.backends.block_sizes import BlockSizes
-from kernels.cost.choice import Choice, options, ranked
+from kernels.cost.choice import Choice, default_granule, options, ranked
 from kernels.cost.work import Row, Sequence
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import Visible
@@ -144,3 +144,28 @@ def test_large_rings_are_sampled():
 def test_rows_that_are_not_alike_are_refused(rows, said):
     with pytest.raises(ValueError, match=said):
         choose_layout(rows, 2, **HEADS)
+
+
+GRANULES = [
+    ((8, 8192, "cpu"), 256),
+    ((8, 16_384, "cpu"), 256),
+    ((8, 2048, "cpu"), 128),
+    ((4, 512, "cpu"), 1),  # a shard has one tile
+    ((8, 8192 + 64, "cpu"), 1),  # would need padding
+    ((8, 8192, "TPU v5e"), 1),
+]
+
+
+@pytest.mark.parametrize("row, granule", GRANULES)
+def test_stripes_of_cpus_are_tiles(row, granule):
+    assert default_granule(*row) == granule
+
+
+def test_stripes_of_tiles_compute_no_more_of_these_than_contiguous_shards():
+    """Stripes of a token compute a tenth more of 128 x 128, on one document."""
+    row, tile = Row.of((), 8192), BlockSizes(128, 128)
+    visible = Visible(row.k_start[None], row.k_end[None])
+    wide = Striped(default_granule(8, 8192, "cpu"))
+    layouts = Contiguous(), wide, Striped()
+    work = [tiles_per_step(one, 8, visible, tile).sum() for one in layouts]
+    assert work == [2080, 2080, 2304]

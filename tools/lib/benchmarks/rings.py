@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import backends, make_ring_attention, masks
 from kernels.compiler import compiler_options
+from kernels.cost.choice import default_granule
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
 from tools.lib.benchmarks.problems import GRADED, Operands, Problem, bounds_of_steps
 from tools.lib.benchmarks.rows import Sample, take_rounds, take_sample
@@ -22,6 +23,14 @@ LAYOUTS: dict[str, Layout] = {
     "striped": Striped(),
     "zigzag": Zigzag(),
 }
+
+
+def layout_of(name: str, problem: Problem) -> Layout:
+    """Returns a layout of LAYOUTS; in stripes as wide as a run's by default."""
+    if name != "striped":
+        return LAYOUTS[name]
+    kind = jax.devices()[0].device_kind
+    return Striped(default_granule(problem.ring_size, problem.length, kind))
 
 
 class CompiledRing:
@@ -38,7 +47,7 @@ class CompiledRing:
         devices: Sequence[jax.Device],
     ):
         mesh = Mesh(np.array(devices), ("ring",))
-        self._order, self._size = LAYOUTS[layout], problem.ring_size
+        self._order, self._size = layout_of(layout, problem), problem.ring_size
         options = {"layout": self._order, "implementation": implementation}
         attend = make_ring_attention(mesh, **options)
         bounds = (permute(x, self._order, self._size) for x in problem.visible)
@@ -103,7 +112,9 @@ def time_steps(
     """Returns median seconds, (devices, steps), of each layout, timed in rounds."""
     size = problem.ring_size
     seconds = {name: np.zeros((size, size)) for name in layouts}
-    each = (bounds_of_steps(LAYOUTS[n], size, problem.visible) for n in layouts)
+    each = (
+        bounds_of_steps(layout_of(n, problem), size, problem.visible) for n in layouts
+    )
     for steps in zip(*each, strict=True):
         runs = [partial(step, *map(jnp.int32, bounds)) for _, bounds in steps]
         takes = [partial(take_sample, run, calls) for run in runs]
