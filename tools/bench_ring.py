@@ -69,6 +69,7 @@ COLUMNS = {
     "path": "{tiles_critical_path}",
     "all": "{tiles_total}",
     "error of dq": "{error_dq:.1e}",
+    "load": "{load}",
 }
 COLUMNS_OF_STEPS = {
     "layout": "{layout}",
