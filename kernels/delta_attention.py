@@ -1,0 +1,128 @@
+"""Gated DeltaNet's token mixing over a ring: convolution, gated delta rule, state.
+
+Each device runs the rule over its own tokens as an affine map of the state before
+them, `Runs.states` composes the maps of all devices, and what queries read of their
+state is added. Of the tokens before a run only the convolution's last ones travel.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from .checks import checked_axes
+from .delta_rule import gated_delta, normalised, short_convolution, starting_map
+from .layouts import Layout, check_length
+from .placement import placed
+from .precision import product
+from .ring.runs import Runs
+
+Triple = tuple[jax.Array, jax.Array, jax.Array]
+"""Of queries, keys and values: tokens (B, T, H, D), or kernels (W, H, D) of each."""
+
+
+def make_delta_attention(
+    mesh: Mesh,
+    *,
+    layout: Layout,
+    ring_axes: str | tuple[str, ...] = ("ring",),
+    batch_axes: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[()] | None = None,
+    ulysses_axis: str | None = None,
+) -> Callable[..., Any]:
+    """Builds the mixing on global arrays; arguments as of `make_ring_attention`.
+
+    A device's tokens must be runs of consecutive ones, each as long at least as what
+    the convolution reads before a token: contiguous shards, zigzag, or wide stripes.
+
+    Returns:
+      mix(qkv, kernels, log_decay, beta, positions, with_state=False) -> out, or out and
+      the state (B, H, D, V) float32 after the last token. qkv: q and k (B, T, K, D) and
+      v (B, T, H, V), before their convolutions with `kernels`, in layout order.
+      log_decay, beta: float32 (B, T, H), as of `gated_delta`. positions: int32 (B, T),
+      in the tokens' documents, whose first tokens see no token and no state before
+      them. out: (B, T, H, V), in the type of v.
+    """
+    axes = checked_axes(mesh, ring_axes, batch_axes, head_axis, ulysses_axis)
+    ring = math.prod(mesh.shape[axis] for axis in axes.ring)
+    slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring
+
+    def mix(
+        qkv: Triple,
+        kernels: Triple,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        positions: jax.Array,
+        with_state: bool = False,
+    ) -> Any:
+        tokens = positions.shape[1]
+        check_length(layout, ring, tokens, slices)
+        runs = Runs.of(layout, ring, tokens, slices, axes.tokens)
+        reach = len(kernels[0]) - 1
+        if runs.devices > 1 and runs.length < reach:
+            raise ValueError(
+                f"{layout} leaves runs of {runs.length} tokens on a device, and the "
+                f"convolution of Gated DeltaNet reads {reach} before a token: set "
+                "attention=zigzag or ring, or a wider stripe_granule"
+            )
+        array = PartitionSpec(axes.batch, axes.tokens, axes.heads)
+        kernel = PartitionSpec(None, axes.heads)
+        specs = (array,) * 3, (kernel,) * 3, array, array, PartitionSpec(*array[:2])
+        state = PartitionSpec(axes.batch, axes.heads)
+        sharded = jax.shard_map(
+            functools.partial(_of_shard, runs, with_state=with_state),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(array, state) if with_state else array,
+            check_vma=False,
+        )
+        operands = qkv, kernels, log_decay, beta, positions
+        return sharded(*placed(mesh, specs, operands))
+
+    return mix
+
+
+def _of_shard(
+    runs: Runs,
+    qkv: Triple,
+    kernels: Triple,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    positions: jax.Array,
+    with_state: bool,
+) -> Any:
+    """Mixes a device's tokens, as `make_delta_attention` says."""
+    positions, log_decay, beta = map(runs.cut, (positions, log_decay, beta))
+    x = [runs.cut(part) for part in qkv]
+    tails = [runs.handed_on(part[:, :, 1 - len(kernels[0]) :]) for part in x]
+    q, k, v = convolved(x, tails, kernels, positions)
+    rows, depth, values = v.shape[:2], k.shape[-1], v.shape[-1]
+    rule = functools.partial(gated_delta, q, k, v, log_decay, beta, positions == 0)
+    if runs.devices == 1:  # one run
+        out, state = rule(jnp.zeros((*rows, v.shape[-2], depth, values)))
+        state = state[:, 0]
+    else:
+        reads, maps = rule(starting_map((*rows, v.shape[-2]), depth, values))
+        starts, state = runs.states(maps, with_state)
+        read = product("brthd,brhdv->brthv", reads[..., values:], starts)
+        out = reads[..., :values] + read
+    out = out.reshape(*qkv[2].shape).astype(qkv[2].dtype)
+    return (out, state) if with_state else out
+
+
+def convolved(
+    qkv: Any, before: Any, kernels: Triple, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns q and k, normalised and for all heads of v, and v: float32.
+
+    As of `short_convolution`; queries are scaled by D^-0.5.
+    """
+    parts = zip(qkv, before, kernels, strict=True)
+    q, k, v = (short_convolution(*part, positions) for part in parts)
+    shared = v.shape[-2] // k.shape[-2]
+    q, k = (jnp.repeat(normalised(x), shared, axis=-2) for x in (q, k))
+    return q * q.shape[-1] ** -0.5, k, v

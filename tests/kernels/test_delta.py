@@ -1,0 +1,209 @@
+"""Gated DeltaNet in chunks and over rings, against one token after the other."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from kernels.delta_attention import make_delta_attention
+from kernels.delta_rule import EPSILON
+from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
+from kernels.ring.runs import Runs
+from tests.kernels.test_ring_transfers import permuted_shapes
+
+ROWS, TOKENS, KEY_HEADS, HEADS, DEPTH, VALUES, WIDTH = 2, 160, 2, 4, 6, 5, 4
+SIZES = (KEY_HEADS, DEPTH), (KEY_HEADS, DEPTH), (HEADS, VALUES)
+FIRST = [[0, 1, 63, 64, 66, 150], [0]]
+"""First tokens of the rows' documents: some shorter than the convolution."""
+
+
+def problem(rng: np.random.Generator) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Operands, positions, and what the result is multiplied with."""
+    draw = rng.standard_normal
+    qkv = tuple(draw((ROWS, TOKENS, *size)) for size in SIZES)
+    kernels = tuple(draw((WIDTH, *size)) for size in SIZES)
+    log_decay = -rng.exponential(0.1, (ROWS, TOKENS, HEADS))
+    beta = rng.random((ROWS, TOKENS, HEADS))
+    index = np.arange(TOKENS, dtype=np.int32)
+    ends = [np.searchsorted(first, index, "right") - 1 for first in FIRST]
+    starts = [np.array(f, np.int32)[e] for f, e in zip(FIRST, ends, strict=True)]
+    ahead = draw((ROWS, TOKENS, HEADS, VALUES))
+    return (qkv, kernels, log_decay, beta), index - np.stack(starts), ahead
+
+
+def token_by_token(operands: Any, positions: Any) -> tuple[jax.Array, jax.Array]:
+    """The rule as it is written, in the operands' type."""
+    qkv, kernels, log_decay, beta = operands
+
+    def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        y = sum(
+            jnp.where((positions >= n)[..., None, None], jnp.roll(x, n, 1), 0) * w
+            for n, w in enumerate(kernel[::-1])
+        )
+        return jax.nn.silu(y)
+
+    q, k, v = map(convolved, qkv, kernels)
+    q, k = (
+        jnp.repeat(x / jnp.sqrt((x**2).sum(-1, keepdims=True) + EPSILON), 2, axis=2)
+        for x in (q, k)
+    )
+    q = q * DEPTH**-0.5
+
+    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array]:
+        q, k, v, log_decay, beta, is_first = token
+        state = jnp.exp(log_decay)[..., None, None] * state
+        state = jnp.where(is_first[:, None, None, None], 0, state)
+        new = beta[..., None] * (v - jnp.einsum("bhdv,bhd->bhv", state, k))
+        state += jnp.einsum("bhd,bhv->bhdv", k, new)
+        return state, jnp.einsum("bhdv,bhd->bhv", state, q)
+
+    tokens = q, k, v, log_decay, beta, positions == 0
+    state = jnp.zeros((ROWS, HEADS, DEPTH, VALUES), q.dtype)
+    over_tokens = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tokens)
+    state, out = jax.lax.scan(step, state, over_tokens)
+    return jnp.swapaxes(out, 0, 1), state
+
+
+def ring_mesh(ring: int, slices: int = 1) -> Mesh:
+    devices = np.array(jax.devices()[: ring * slices]).reshape(ring, slices)
+    return Mesh(devices, ("ring", "ulysses"))
+
+
+def answer(function: Any, operands: Any, ahead: Any) -> Any:
+    """Result, last state, and gradients."""
+
+    def loss(operands: Any) -> tuple[jax.Array, Any]:
+        found = function(operands)
+        return (found[0] * ahead).sum(), found
+
+    (_, found), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(operands)
+    return jax.device_get((found, grads))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layout, ring, slices",
+    [
+        pytest.param(Contiguous(), 1, 1, marks=pytest.mark.quick),
+        (Zigzag(), 4, 1),
+        (Striped(5), 8, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (Contiguous(), 5, 1),
+                (Contiguous(), 2, 2),
+                (Zigzag(), 2, 4),
+                (Striped(10), 4, 1),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_rings_give_what_tokens_give_one_by_one(layout, ring, slices, rng):
+    """In float64: results, state, and all gradients."""
+    operands, positions, ahead = problem(rng)
+    with jax.enable_x64():
+        one_by_one = functools.partial(token_by_token, positions=positions)
+        wanted = answer(one_by_one, operands, ahead)
+    order = functools.partial(permute, layout=layout, ring_size=ring)
+    mix = make_delta_attention(
+        ring_mesh(ring, slices), layout=layout, ulysses_axis="ulysses"
+    )
+
+    def ours(operands: Any) -> Any:
+        qkv, kernels, *rest = operands
+        placed = tuple(map(order, qkv)), kernels, *map(order, rest), order(positions)
+        out, state = mix(*placed, with_state=True)
+        return unpermute(out, layout, ring), state
+
+    narrow = jax.tree.map(np.float32, (operands, ahead))
+    for got, want in zip(
+        *map(jax.tree.leaves, (answer(ours, *narrow), wanted)), strict=True
+    ):
+        assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+
+
+@pytest.mark.thorough
+def test_a_row_that_begins_within_a_document_sees_zeros_before_it(rng):
+    operands, _, _ = problem(rng)
+    operands = jax.tree.map(np.float32, operands)
+    index = np.tile(np.arange(TOKENS, dtype=np.int32), (ROWS, 1))
+    mix = make_delta_attention(ring_mesh(1), layout=Contiguous())
+    got, want = mix(*operands, index + 7), mix(*operands, index)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout, ring, slices, said",
+    [
+        (Striped(), 4, 1, "runs of 1 tokens .* reads 3 before .*attention=zigzag"),
+        (Striped(2), 4, 1, "runs of 2 tokens .* or a wider stripe_granule"),
+        (Striped(5), 2, 2, "in 2 slices a shard .* set mesh.ulysses=1"),
+        (Zigzag(), 8, 3, "does not divide into 8 shards"),
+    ],
+    ids=str,
+)
+def test_runs_that_cannot_be_are_refused(layout, ring, slices, said):
+    like = jax.ShapeDtypeStruct
+    qkv = tuple(like((ROWS, 40, *size), jnp.float32) for size in SIZES)
+    kernels = tuple(like((WIDTH, *size), jnp.float32) for size in SIZES)
+    gates, positions = (
+        like((ROWS, 40, *size), dtype)
+        for size, dtype in (((HEADS,), jnp.float32), ((), jnp.int32))
+    )
+    mesh = ring_mesh(min(ring, 4), min(slices, 2))
+    with pytest.raises(ValueError, match=said):
+        if slices > 2:
+            Runs.of(layout, ring, 40, slices)
+        mix = make_delta_attention(mesh, layout=layout, ulysses_axis="ulysses")
+        jax.eval_shape(mix, qkv, kernels, gates, gates, positions)
+
+
+@pytest.mark.parametrize(
+    "layout, ring, walks",
+    [
+        (Contiguous(), 3, [[0, 1, 2]]),
+        (Zigzag(), 3, [[0, 1, 2], [2, 1, 0]]),
+        (Striped(4), 3, [[0, 1, 2]] * 3),
+    ],
+    ids=str,
+)
+def test_runs_are_walked_in_the_order_of_their_tokens(layout, ring, walks):
+    found = Runs.of(layout, ring, 36)
+    assert [list(walk) for walk in found.walks] == walks
+    assert found.length * len(walks) * ring == 36
+
+
+@pytest.mark.parametrize(
+    "layout, ring, runs", [(Contiguous(), 4, 1), (Contiguous(), 8, 1), (Zigzag(), 8, 2)]
+)
+def test_what_is_sent_does_not_grow_with_the_tokens(layout: Layout, ring, runs):
+    """Maps of the state in 1 + log2(N - 1) steps, and three tokens of the neighbour."""
+    sent = []
+    for tokens in (64, 1024):
+        arrays = [
+            jax.ShapeDtypeStruct((ROWS, tokens, *shape), dtype)
+            for shape, dtype in (
+                *((size, jnp.bfloat16) for size in SIZES),
+                ((HEADS,), jnp.float32),
+                ((), jnp.int32),
+            )
+        ]
+        kernels = tuple(
+            jax.ShapeDtypeStruct((WIDTH, *size), jnp.float32) for size in SIZES
+        )
+        mix = make_delta_attention(ring_mesh(ring), layout=layout)
+
+        def run(q, k, v, gate, positions, kernels, mix=mix):
+            return mix((q, k, v), kernels, gate, gate, positions)
+
+        text = jax.jit(run).lower(*arrays, kernels).as_text()
+        sent.append((sorted(permuted_shapes(text)), text.count("stablehlo.all_reduce")))
+    steps = 1 + (ring - 2).bit_length()
+    maps = [f"{ROWS}x1x{HEADS}x{DEPTH}x{VALUES + DEPTH}xf32"] * steps
+    tails = [f"{ROWS}x1x{WIDTH - 1}x{h}x{d}xbf16" for h, d in SIZES]
+    assert sent[0] == sent[1] == (sorted(runs * (maps + tails)), runs - 1)
