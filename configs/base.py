@@ -70,7 +70,7 @@ FIELDS = dict(
         norm_epsilon=1e-6,
         # The fields below make models of other families; see models/sizes.py.
         # Kinds of the layers, repeated over them: "w" sees a window, "f" all; "": "f".
-        # "W" and "F" have no RoPE.
+        # "W" and "F" have no RoPE; "d" has Gated DeltaNet in the place of attention.
         layer_pattern="",
         window=0,  # tokens that a query of "w" layers sees, its own included
         # Base of RoPE in "w" layers, which is not scaled there; 0: as in the others.
@@ -79,6 +79,13 @@ FIELDS = dict(
         attention_scale=0.0,  # factor on the scores; 0: head_dim^-0.5
         attention_soft_cap=0.0,  # cap c of c · tanh(score / c); 0: none
         attention_sinks=False,  # a logit of each head for a key whose value is 0
+        attention_gate=False,  # sigmoids on the heads' results, made as queries are
+        # Of "d" layers: heads, their sizes, and tokens that the convolution reads.
+        delta_key_heads=0,
+        delta_value_heads=0,  # a multiple of the key heads
+        delta_key_dim=0,
+        delta_value_dim=0,
+        delta_convolution=0,
         qkv_bias=False,
         output_bias=False,
         qk_norm="",  # norms of queries and keys: of each "head", or of "all" at once

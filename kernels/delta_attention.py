@@ -8,6 +8,7 @@ state is added. Of the tokens before a run only the convolution's last ones trav
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -60,15 +61,8 @@ def make_delta_attention(
         with_state: bool = False,
     ) -> Any:
         tokens = positions.shape[1]
-        check_length(layout, ring, tokens, slices)
-        runs = Runs.of(layout, ring, tokens, slices, axes.tokens)
-        reach = len(kernels[0]) - 1
-        if runs.devices > 1 and runs.length < reach:
-            raise ValueError(
-                f"{layout} leaves runs of {runs.length} tokens on a device, and the "
-                f"convolution of Gated DeltaNet reads {reach} before a token: set "
-                "attention=zigzag or ring, or a wider stripe_granule"
-            )
+        runs = checked_runs(layout, ring, tokens, slices, len(kernels[0]) - 1)
+        runs = replace(runs, axis_name=axes.tokens)
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads)
         kernel = PartitionSpec(None, axes.heads)
         specs = (array,) * 3, (kernel,) * 3, array, array, PartitionSpec(*array[:2])
@@ -84,6 +78,27 @@ def make_delta_attention(
         return sharded(*placed(mesh, specs, operands))
 
     return mix
+
+
+def checked_runs(
+    layout: Layout, ring_size: int, tokens: int, slices: int, reach: int
+) -> Runs:
+    """Returns the runs of a sequence's shards, each in as many slices.
+
+    reach: tokens that the convolution reads before a token.
+
+    Raises:
+      ValueError: the tokens do not divide, or the layout leaves no such runs.
+    """
+    check_length(layout, ring_size, tokens, slices)
+    runs = Runs.of(layout, ring_size, tokens, slices)
+    if runs.devices > 1 and runs.length < reach:
+        raise ValueError(
+            f"{layout} leaves runs of {runs.length} tokens on a device, and the "
+            f"convolution of Gated DeltaNet reads {reach} before a token: set "
+            "attention=zigzag or ring, or a wider stripe_granule"
+        )
+    return runs
 
 
 def _of_shard(
@@ -126,3 +141,26 @@ def convolved(
     shared = v.shape[-2] // k.shape[-2]
     q, k = (jnp.repeat(normalised(x), shared, axis=-2) for x in (q, k))
     return q * q.shape[-1] ** -0.5, k, v
+
+
+def advance(
+    qkv: Triple,
+    kernels: Triple,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    held: tuple[jax.Array, ...],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Mixes the next tokens of rows, and returns what is held for those after them.
+
+    held: the state (B, H, D, V), and the convolution's last inputs, of qkv each,
+      (B, W - 1, heads, size). Other arguments, and out, as of `make_delta_attention`,
+      of all tokens on one device; XLA may shard rows and heads.
+    """
+    state, *tails = held
+    after_all = jnp.full(beta.shape[:2], len(kernels[0]), jnp.int32)
+    q, k, v = convolved(qkv, tails, kernels, after_all)
+    out, state = gated_delta(q, k, v, log_decay, beta, after_all == 0, state)
+    tokens = beta.shape[1]
+    pairs = zip(tails, qkv, strict=True)
+    tails = (jnp.concatenate(pair, axis=1)[:, tokens:] for pair in pairs)
+    return out.astype(qkv[2].dtype), (state, *tails)

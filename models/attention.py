@@ -1,6 +1,7 @@
 """Projections, norms of heads and rotary embedding around an attention."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +50,16 @@ class Attention(nnx.Module):
         heads, kv_heads = config.num_heads, config.num_kv_heads
         into, into_kv = ("embed", "heads", None), ("embed", "kv_heads", None)
         out_stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
-        self.query = matrix(rngs, (embed, heads, depth), into, INITIAL_STDDEV)
+        wide = depth * (1 + config.attention_gate)  # each head's query, and its gate
+        self.query = matrix(rngs, (embed, heads, wide), into, INITIAL_STDDEV)
         self.key = matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
         self.value = matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
         out_axes = ("heads", None, "embed")
         self.output = matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
-        self.lora = config.lora
+        self.lora, self.has_gate = config.lora, config.attention_gate
         adapt(self, config.lora, rngs, query=1, key=1, value=1, output=2)
         if config.qkv_bias:
-            self.query_bias = zeros((heads, depth), into[1:])
+            self.query_bias = zeros((heads, wide), into[1:])
             self.key_bias = zeros((kv_heads, depth), into_kv[1:])
             self.value_bias = zeros((kv_heads, depth), into_kv[1:])
         self.output_bias = zeros((embed,), (None,)) if config.output_bias else None
@@ -100,9 +102,9 @@ class Attention(nnx.Module):
             return self.project(norm(x) if norm else x, weights, rotation)
 
         def head_group(x: jax.Array, weights: Weights) -> jax.Array:
-            q, k, v = remat_projection(project, self.remat)(x, weights)
+            q, k, v, *gate = remat_projection(project, self.remat)(x, weights)
             out = attend(q, k, v, **self.sink_logits(weights))  # (B, T, h, D)
-            return self.combine(out, weights)  # (B, T, E)
+            return self.combine(gated(out, *gate), weights)  # (B, T, E)
 
         head_group = remat_attention(head_group, self.remat)
         if self.groups == 1:
@@ -115,6 +117,15 @@ class Attention(nnx.Module):
         total, _ = jax.lax.scan(add, total, self._grouped())
         return self.biased(total.astype(x.dtype))
 
+    def with_cache(
+        self, x: jax.Array, rotation: Rotation | None, attend: Callable
+    ) -> tuple[jax.Array, Any]:
+        """Returns the attention of x, projected back, and what attend returns too."""
+        weights = self.weights()
+        q, k, v, *gate = self.project(x, weights, rotation)
+        out, cache = attend(q, k, v, **self.sink_logits(weights))  # (B, T, H, D)
+        return self.biased(self.combine(gated(out, *gate), weights)), cache
+
     def weights(self) -> Weights:
         """Returns the parameters that heads share out, by name."""
         return {name: weight[...] for name, weight in self._of_heads().items()}
@@ -123,6 +134,8 @@ class Attention(nnx.Module):
         self, x: jax.Array, weights: Weights, rotation: Rotation | None
     ) -> tuple[jax.Array, ...]:
         """Returns q (B, T, h, D), k and v (B, T, k, D) of x (B, T, E).
+
+        And logits of the gate, as q, where there is one.
 
         weights: of a head group: of the queries (E, h, D), keys and values (E, k, D),
           and their biases.
@@ -135,12 +148,14 @@ class Attention(nnx.Module):
             bias = weights.get(f"{name}_bias")
             return y if bias is None else y + bias.astype(y.dtype)
 
-        q = into_heads("query", "heads")  # (B, T, h, D)
+        q, gate = into_heads("query", "heads"), ()  # (B, T, h, D)
+        if self.has_gate:
+            q, *gate = jnp.split(q, 2, axis=-1)
         k = into_heads("key", "kv_heads")  # (B, T, k, D)
         v = into_heads("value", "kv_heads")  # (B, T, k, D)
         if self.has_norms:
             q, k = self.query_norm(q), self.key_norm(k)
-        return rotate(q, rotation), rotate(k, rotation), v
+        return rotate(q, rotation), rotate(k, rotation), v, *gate
 
     def sink_logits(self, weights: Weights) -> Weights:
         """Returns the attention's argument of a head group's sinks, if it has any."""
@@ -197,3 +212,8 @@ class Attention(nnx.Module):
             return x.reshape(self.groups, *before, shards * heads, *after)
 
         return {name: grouped(weight) for name, weight in self._of_heads().items()}
+
+
+def gated(out: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """Multiplies heads' results by the sigmoid of their gate's logits, if any."""
+    return out if gate is None else out * jax.nn.sigmoid(gate)

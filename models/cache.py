@@ -5,8 +5,9 @@ there is done by operations that are passed in (`kernels/decode_attention.py`). 
 here knows how tokens become embeddings, or what becomes of hidden states.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +16,33 @@ from flax import nnx
 
 from models.attention import Attend
 from models.decoder import Decoder
+from models.delta import Mix
 from models.layers import scan_layers
+from models.sizes import DecoderConfig
 
 EMPTY = np.iinfo(np.int32).max
 """Index of no token: of a slot that is free, or of padding among new tokens."""
 
-Stacks = tuple[jax.Array, jax.Array]
+Stacks = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]
+"""Keys and values; and `Cache.delta`."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, of all layers.
+    """Keys and values of the tokens so far, of all layers with attention.
 
     keys, values: (Y, B, S, K, D), of Y layers in S slots; keys are rotated.
     index: int32 (B, S), of the token in each slot in its own row, or `EMPTY`; see
       `append` for branches.
     filled: int32 (N,), slots of each member of the ring that are taken, in some row.
+    delta: of the layers with Gated DeltaNet, the state after a row's last token, (Y, B,
+      H, D, V), and what their convolution reads before the next one, (Y, B, W - 1, …).
     """
 
     keys: jax.Array
     values: jax.Array
     index: jax.Array
     filled: jax.Array
+    delta: tuple[jax.Array, ...] = ()
 
 
 class CacheOperations(Protocol):
@@ -67,11 +74,15 @@ class CacheOperations(Protocol):
 
 
 def empty_cache(
-    shape: tuple[int, int, int, int, int], dtype: jnp.dtype, ring_size: int
+    shape: tuple[int, int, int, int, int],
+    dtype: jnp.dtype,
+    ring_size: int,
+    delta: tuple[jax.ShapeDtypeStruct, ...] = (),
 ) -> Cache:
     """Makes a cache of free slots.
 
     shape: (Y, B, S, K, D): layers, rows, slots, key/value heads, head size.
+    delta: of `delta_shapes`.
 
     Raises:
       ValueError: the slots do not divide over the ring, or a size is below 1.
@@ -87,7 +98,23 @@ def empty_cache(
         values=jnp.zeros(shape, dtype),
         index=jnp.full((rows, slots), EMPTY, jnp.int32),
         filled=jnp.zeros(ring_size, jnp.int32),
+        delta=tuple(jnp.zeros(one.shape, one.dtype) for one in delta),
     )
+
+
+def delta_shapes(
+    config: DecoderConfig, rows: int, dtype: jnp.dtype
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shapes of `Cache.delta`; none without Gated DeltaNet."""
+    if not (layers := len(config.numbers(is_delta=True))):
+        return ()
+    keys = config.delta_key_heads, config.delta_key_dim
+    values = config.delta_value_heads, config.delta_value_dim
+    state = layers, rows, values[0], keys[1], values[1]
+    tails = ((layers, rows, config.delta_convolution - 1, *x) for x in (keys,) * 2)
+    like = jax.ShapeDtypeStruct
+    value = layers, rows, config.delta_convolution - 1, *values
+    return like(state, jnp.float32), *(like(x, dtype) for x in (*tails, value))
 
 
 def fill(
@@ -97,6 +124,7 @@ def fill(
     cache: Cache,
     attend: Attend,
     operations: CacheOperations,
+    mix: Mix | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Runs whole rows through the layers and leaves their keys and values in the cache.
 
@@ -104,7 +132,7 @@ def fill(
     index: int32 (B, T), in the same order: increasing on each shard, `EMPTY` for
       padding at the end.
     cache: an empty one; T at most S.
-    attend: the attention of the rows to themselves.
+    attend: the attention of the rows to themselves. mix: of Gated DeltaNet.
 
     Returns:
       Hidden states (B, T, E), and the cache.
@@ -121,12 +149,23 @@ def fill(
         )
         return attend(q, k, v, **options), stacks
 
-    x, (keys, values) = _through(decoder, x, index, cache, attend_and_keep)
     taken = index != EMPTY
+
+    def mix_and_keep(qkv, kernels, log_decay, beta, _):
+        # Padding comes last, and leaves the state as it is.
+        gates = (jnp.where(taken[..., None], x, 0) for x in (log_decay, beta))
+        out, state = mix(qkv, kernels, *gates, index, with_state=True)
+        ends = taken.sum(axis=1) - jnp.arange(len(kernels[0]) - 1, 0, -1)[:, None]
+        is_tail = (index == ends[..., None])[..., None, None]  # (W - 1, B, T, 1, 1)
+        tails = (jnp.where(is_tail, x, 0).sum(axis=2) for x in qkv)
+        return out, (state, *(jnp.swapaxes(x, 0, 1) for x in tails))
+
+    run = _through(decoder, x, index, cache, attend_and_keep, mix_and_keep)
+    x, ((keys, values), delta) = run
     shards = taken.reshape(*index.shape[:1], *cache.filled.shape, -1)  # (B, N, T / N)
     filled = shards.sum(axis=-1, dtype=jnp.int32).max(axis=0)
     index = operations.fill(cache.index[None], index, 0)[0]
-    return x, Cache(keys, values, index, filled)
+    return x, Cache(keys, values, index, filled, delta)
 
 
 def append(
@@ -137,6 +176,7 @@ def append(
     operations: CacheOperations,
     window: int = 0,
     trunk: jax.Array | None = None,
+    advance: Callable | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Runs a few new tokens of each row through the layers.
 
@@ -149,6 +189,8 @@ def append(
       tokens are a row's next ones. Else they are one of each branch, which attends to
       the trunk and to its own branch. Branch b keeps its index plus b * (S // m) in the
       cache: more tokens than that do not go into it.
+    advance: of Gated DeltaNet, (qkv, kernels, log_decay, beta, what is held) -> (out,
+      what is held then); then every row has all m tokens.
 
     The new keys and values go to the member of the ring that has the fewest, in m slots
     from the first that is free. Of these, all are taken up to the last with an index in
@@ -187,15 +229,19 @@ def append(
         out = operations.attend(q, keys, values, indices, visible, layer, **sinks)
         return out, (keys, values)
 
-    x, (keys, values) = _through(decoder, x, index, cache, keep_and_attend)
+    def keep_and_mix(qkv, kernels, log_decay, beta, _, held):
+        return advance(qkv, kernels, log_decay, beta, held)
+
+    run = _through(decoder, x, index, cache, keep_and_attend, keep_and_mix, True)
+    x, ((keys, values), delta) = run
     slot = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
     taken = jnp.where(index != EMPTY, slot, 0).max()
     filled = cache.filled.at[member].add(taken)
-    return x, Cache(keys, values, indices, filled)
+    return x, Cache(keys, values, indices, filled, delta)
 
 
 def cut(cache: Cache, lengths: jax.Array) -> Cache:
-    """Frees the slots of all but the first tokens of each row.
+    """Frees the slots of all but the first tokens of each row, with attention alone.
 
     lengths: int32 (B,), tokens that a row keeps.
     """
@@ -222,28 +268,48 @@ def _through(
     x: jax.Array,
     index: jax.Array,
     cache: Cache,
-    attend: Callable[..., tuple[jax.Array, Stacks]],
+    attend: Callable[..., tuple[jax.Array, Any]],
+    mix: Callable[..., tuple[jax.Array, Any]],
+    goes_on: bool = False,
 ) -> tuple[jax.Array, Stacks]:
-    """Runs all layers and the norm, with the cache's stacks as a carry."""
-    structure, parameters = nnx.split(decoder.layers)
-    kinds = decoder.kinds(jnp.where(index == EMPTY, 0, index), attend)
+    """Runs all layers and the norm, with the cache's stacks as a carry.
+
+    goes_on: whether `mix` is given what the layer held before.
+    """
+    stacks = [x for x in (decoder.layers, decoder.delta_layers) if x is not None]
+    structures, parameters = zip(*map(nnx.split, stacks), strict=True)
+    kinds = decoder.kinds(jnp.where(index == EMPTY, 0, index), attend, mix)
 
     def layer(
         carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, _: None
     ) -> tuple[jax.Array, Stacks]:
-        (x, stacks), (rotation, attend) = carry, kinds[kind]
+        (x, (stacks, delta)), (place, attend) = carry, kinds[kind]
+        stack = decoder.turns[kind]
         # Not from slices of a group: those would be copied.
         own = jax.tree.map(
             lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False),
-            parameters,
+            parameters[stack],
         )
+        own = nnx.merge(structures[stack], own)
 
         def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, **sinks: jax.Array):
             return attend(q, k, v, stacks, number, **sinks)
 
-        return nnx.merge(structure, own).with_cache(x, rotation, attend_here)
+        def mix_here(*gated: Any):
+            at = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+            held = (tuple(at(x, number) for x in delta),) * goes_on
+            return attend(*gated, *held)
+
+        if not stack:
+            x, stacks = own.with_cache(x, place, attend_here)
+            return x, (stacks, delta)
+        x, new = own.with_cache(x, place, mix_here)
+        write = jax.lax.dynamic_update_index_in_dim
+        pairs = zip(delta, new, strict=True)
+        return x, (stacks, tuple(write(x, y, number, 0) for x, y in pairs))
 
     # Carried, not stacked up from the layers: so it is written where it is.
-    carry, layers = (x, (cache.keys, cache.values)), cache.keys.shape[0]
-    x, stacks = scan_layers(layer, carry, (0, layers), len(kinds))
+    carry = x, ((cache.keys, cache.values), cache.delta)
+    span = 0, decoder.config.num_layers
+    x, stacks = scan_layers(layer, carry, span, decoder.turns)
     return decoder.norm(x), stacks

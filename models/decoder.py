@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import Attend, Attention
+from models.delta import DeltaNet, Mix
 from models.layers import INITIAL_STDDEV, FeedForward, RMSNorm, matrix, through_stack
 from models.memory import RESIDUAL, Execution, Partition
 from models.rope import Rotation, rotations
@@ -22,13 +24,17 @@ from models.sizes import DecoderConfig, LanguageModelConfig
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); or norms after both."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); or norms after both.
+
+    Its attention may be Gated DeltaNet, which is called alike.
+    """
 
     def __init__(
         self,
         config: DecoderConfig,
         execution: Execution,
         partition: Partition,
+        attention: type[Attention] | type[DeltaNet] = Attention,
         *,
         rngs: nnx.Rngs,
     ):
@@ -37,7 +43,7 @@ class DecoderLayer(nnx.Module):
             return RMSNorm(config, (config.hidden_size,)) if has_norm else None
 
         self.attention_norm = norm("before")
-        self.attention = Attention(config, execution, partition, rngs=rngs)
+        self.attention = attention(config, execution, partition, rngs=rngs)
         self.attention_post_norm = norm("after")
         self.feed_forward_norm = norm("before")
         self.feed_forward = FeedForward(
@@ -52,28 +58,23 @@ class DecoderLayer(nnx.Module):
         self.feed_forward.chunk = execution.feed_forward_chunk
         return self
 
-    def __call__(
-        self, x: jax.Array, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array:
-        """Returns the layer's output, (B, T, E), for x of the same shape."""
+    def __call__(self, x: jax.Array, place: Any, attend: Callable) -> jax.Array:
+        """Returns the layer's output, (B, T, E), for x of the same shape.
+
+        place: the tokens' rotation, or their positions for Gated DeltaNet.
+        """
         x = checkpoint_name(x, "layer_input")
-        return self._after(x, self.attention(x, self.attention_norm, rotation, attend))
+        return self._after(x, self.attention(x, self.attention_norm, place, attend))
 
     def with_cache(
-        self,
-        x: jax.Array,
-        rotation: Rotation | None,
-        attend: Callable[..., tuple[jax.Array, Any]],
+        self, x: jax.Array, place: Any, attend: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[jax.Array, Any]:
         """Returns the same and a cache, which attend returns too; has no gradient.
 
         All heads are attended to at once.
         """
-        module, weights = self.attention, self.attention.weights()
         normal = _normalised(self.attention_norm, x)
-        q, k, v = module.project(normal, weights, rotation)
-        out, cache = attend(q, k, v, **module.sink_logits(weights))  # (B, T, H, D)
-        attended = module.biased(module.combine(out, weights))
+        attended, cache = self.attention.with_cache(normal, place, attend)
         return self._after(x, attended), cache
 
     def _after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -111,30 +112,51 @@ class Decoder(nnx.Module):
         self.config, self.execution = config, execution
         self.partition = partition
 
-        @nnx.scan(in_axes=0, out_axes=0)
-        def stacked(key: jax.Array) -> DecoderLayer:
-            return DecoderLayer(config, execution, partition, rngs=nnx.Rngs(key))
+        def stacked(keys: jax.Array, attention: type) -> DecoderLayer:
+            @nnx.scan(in_axes=0, out_axes=0)
+            def stack(key: jax.Array) -> DecoderLayer:
+                own = config, execution, partition, attention
+                return DecoderLayer(*own, rngs=nnx.Rngs(key))
 
-        self.layers = stacked(jax.random.split(rngs.params(), config.num_layers))
+            return stack(keys)
+
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        places = (np.array(config.numbers(is_delta)) for is_delta in (False, True))
+        plain, delta = places
+        self.layers = stacked(keys if not delta.size else keys[plain], Attention)
+        self.delta_layers = stacked(keys[delta], DeltaNet) if delta.size else None
         self.norm = RMSNorm(config, (config.hidden_size,))
 
     def through_layers(
-        self, x: jax.Array, positions: jax.Array, attend: Attend
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        mix: Mix | None = None,
     ) -> jax.Array:
         """Returns hidden states of embeddings x, (B, T, E) both, in the compute type.
 
-        positions: int32 (B, T), in the order of x, any.
+        positions: int32 (B, T), in the order of x, any. mix: of Gated DeltaNet.
         """
         runs = self.execution.runs(self.config.num_layers)
-        kinds = self.kinds(positions, attend)
-        return self.norm(through_stack(self.layers, runs, kinds, x))
+        kinds, more = (
+            self.kinds(positions, attend, mix),
+            (self.delta_layers, self.turns),
+        )
+        return self.norm(through_stack(self.layers, runs, kinds, x, *more))
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Returns 1 for each kind of layers that are Gated DeltaNet, else 0."""
+        return tuple(int(kind.is_delta) for kind in self.config.kinds)
 
     def kinds(
-        self, positions: jax.Array, attend: Callable
-    ) -> list[tuple[Rotation | None, Callable]]:
+        self, positions: jax.Array, attend: Callable, mix: Callable | None
+    ) -> list[tuple[Rotation | jax.Array | None, Callable | None]]:
         """Returns what the layers of each kind are called with, after x.
 
-        The rotations of RoPE at these positions, int32 (B, T), and the attention.
+        The rotations of RoPE at these positions, int32 (B, T), and the attention; the
+        positions and the mixing for Gated DeltaNet.
         """
         kinds, depth = self.config.kinds, self.config.rotary_dim
         ropes = dict.fromkeys(kind.rope for kind in kinds)
@@ -143,7 +165,12 @@ class Decoder(nnx.Module):
         def attend_within(window: int) -> Callable:
             return functools.partial(attend, window=window) if window else attend
 
-        return [(made[kind.rope], attend_within(kind.window)) for kind in kinds]
+        return [
+            (positions, mix)
+            if kind.is_delta
+            else (made[kind.rope], attend_within(kind.window))
+            for kind in kinds
+        ]
 
 
 class LanguageModel(Decoder):
@@ -169,13 +196,18 @@ class LanguageModel(Decoder):
             self.head = matrix(rngs, (embed, vocab), self.HEAD_AXES, INITIAL_STDDEV)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        mix: Mix | None = None,
     ) -> jax.Array:
         """Returns hidden states (B, T, E) in the compute type.
 
-        tokens, positions: int32 (B, T), in one order, any.
+        tokens, positions: int32 (B, T), in one order, any; with Gated DeltaNet, `mix`
+        knows the order.
         """
-        return self.through_layers(self.embed(tokens), positions, attend)
+        return self.through_layers(self.embed(tokens), positions, attend, mix)
 
     def head_weight(self) -> jax.Array:
         """Returns the head, (E, V) float32; the embedding's transpose if tied."""

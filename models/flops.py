@@ -6,6 +6,9 @@ those that were done.
 
 from models.sizes import DecoderConfig, LanguageModelConfig
 
+FEED_FORWARD = "gate", "up", "down"
+"""Matrices that layers of all kinds have."""
+
 TRAIN_FACTOR = 3
 """Forward and backward together, in forwards."""
 FROZEN_FACTOR = 2
@@ -15,7 +18,9 @@ FROZEN_FACTOR = 2
 def num_parameters(config: LanguageModelConfig) -> int:
     """Counts all parameters, without adapters."""
     tables = 0 if config.tied_embeddings else config.hidden_size * config.vocab_size
-    vectors = config.num_layers * _num_layer_vectors(config) + config.hidden_size
+    delta = len(config.numbers(is_delta=True))
+    vectors = (config.num_layers - delta) * _num_layer_vectors(config)
+    vectors += delta * _num_delta_vectors(config) + config.hidden_size
     return num_matrix_parameters(config) + tables + vectors
 
 
@@ -29,14 +34,37 @@ def num_matrix_parameters(config: LanguageModelConfig) -> int:
 
 def num_layer_matrices(config: DecoderConfig) -> int:
     """Counts the layers' parameters of matrix products."""
-    sides = config.matrix_sides.values()
-    return config.num_layers * sum(inputs * outputs for inputs, outputs in sides)
+    sides = (side for layer in _sides(config) for side in layer.values())
+    return sum(inputs * outputs for inputs, outputs in sides)
 
 
 def num_adapter_parameters(config: DecoderConfig) -> int:
     """Counts the parameters of adapters, which are all that is trained then."""
-    sides = [sum(config.matrix_sides[name]) for name in config.lora.matrices]
-    return config.num_layers * config.lora.rank * sum(sides)
+    return config.lora.rank * sum(
+        sum(layer[name])
+        for kind, layer in zip(config.layer_kinds, _sides(config), strict=True)
+        for name in config.lora.matrices
+        if name in FEED_FORWARD or not kind.is_delta
+    )
+
+
+def _sides(config: DecoderConfig) -> list[dict[str, tuple[int, int]]]:
+    """Returns inputs and outputs of each layer's matrices, by name."""
+    of_kind = config.matrix_sides, config.delta_sides
+    return [of_kind[kind.is_delta] for kind in config.layer_kinds]
+
+
+def _num_delta_vectors(config: DecoderConfig) -> int:
+    """Counts the same of a layer with Gated DeltaNet, and its convolution."""
+    heads, values = config.delta_value_heads, config.delta_value_dim
+    norms = (4 if config.norms == "both" else 2) * config.hidden_size
+    return norms + 2 * heads + values + config.delta_convolution * _channels(config)
+
+
+def _channels(config: DecoderConfig) -> int:
+    """Counts what the convolution of Gated DeltaNet reads of a token."""
+    keys = config.delta_key_heads * config.delta_key_dim
+    return 2 * keys + config.delta_value_heads * config.delta_value_dim
 
 
 def _num_layer_vectors(config: DecoderConfig) -> int:
@@ -44,7 +72,8 @@ def _num_layer_vectors(config: DecoderConfig) -> int:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     norms = 4 if config.norms == "both" else 2
     vectors = (norms + config.output_bias) * config.hidden_size
-    vectors += config.qkv_bias * (heads + 2 * kv_heads) * config.head_dim
+    biased = heads * (1 + config.attention_gate) + 2 * kv_heads
+    vectors += config.qkv_bias * biased * config.head_dim
     scales = {"": 0, "head": 2, "all": heads + kv_heads}[config.qk_norm]
     return vectors + scales * config.head_dim + config.attention_sinks * heads
 
@@ -52,6 +81,8 @@ def _num_layer_vectors(config: DecoderConfig) -> int:
 def train_flops(config: LanguageModelConfig, tokens: float, pairs: float) -> float:
     """Counts a training step's FLOPs: 6 a token and parameter, 12·H·D a pair and layer.
 
+    Of a layer with Gated DeltaNet 18·H·D·V a token, as its state decays, is read twice
+    and written once, and 6·W a channel of its convolution.
     With adapters 4 a token and frozen parameter: frozen matrices have no gradients.
 
     tokens: trained on, without padding.
@@ -67,8 +98,13 @@ def layers_train_flops(config: DecoderConfig, tokens: float, pairs: float) -> fl
     """Counts the layers' part of `train_flops`, without what comes after them."""
     product = 2.0 * num_layer_matrices(config) * tokens
     adapters = 2.0 * num_adapter_parameters(config) * tokens
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * pairs
-    return _factor(config) * product + TRAIN_FACTOR * (adapters + attention)
+    delta = len(config.numbers(is_delta=True))
+    heads = (config.num_layers - delta) * config.num_heads
+    attention = 4.0 * heads * config.head_dim * pairs
+    states = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+    mixing = 6.0 * states + 2 * config.delta_convolution * _channels(config)
+    own = adapters + attention + delta * mixing * tokens
+    return _factor(config) * product + TRAIN_FACTOR * own
 
 
 def _factor(config: DecoderConfig) -> int:

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,8 @@ def through_stack(
     runs: Sequence[tuple[Execution, int]],
     kinds: Sequence[tuple],
     x: jax.Array,
+    others: nnx.Module | None = None,
+    turns: Sequence[int] = (),
 ) -> jax.Array:
     """Maps x through all layers of a stack, a loop for each run: x's shape and type.
 
@@ -129,8 +132,11 @@ def through_stack(
       their gradients are there too.
     runs: how layers run, and how many of them.
     kinds: arguments of the layers after x, of a group of layers that repeats.
+    others: a second stack. turns: for each kind 1 where its layers are of that, else 0.
     """
-    structure, parameters = nnx.split(layers)
+    turns = turns or (0,) * len(kinds)
+    stacks = [layers] if others is None else [layers, others]
+    structures, parameters = zip(*map(nnx.split, stacks), strict=True)
     # The slices of a loop get the gradients; parts of a stack are read where they are.
     whole, start = lax.stop_gradient(parameters), 0
     is_here = all(_is_here(x) for x in jax.tree.leaves(parameters))
@@ -139,9 +145,10 @@ def through_stack(
     def layer(
         kind: int, run: Execution, x: jax.Array, number: jax.Array, own: Any
     ) -> jax.Array:
+        stack = turns[kind]
         if not reads_slices:
-            own = jax.tree.map(lambda w, o: _pick(w, number, o), whole, own)
-        return nnx.merge(structure, own).to_run(run)(x, *kinds[kind])
+            own = jax.tree.map(lambda w, o: _pick(w, number, o), whole[stack], own)
+        return nnx.merge(structures[stack], own).to_run(run)(x, *kinds[kind])
 
     for run, count in runs:
 
@@ -151,7 +158,7 @@ def through_stack(
             run_layer = remat(functools.partial(layer, kind, run), run.remat)
             return run_layer(x, number, own)
 
-        x = scan_layers(step, x, (start, start + count), len(kinds), parameters)
+        x = scan_layers(step, x, (start, start + count), turns, parameters)
         start += count
     return x
 
@@ -160,41 +167,54 @@ def scan_layers(
     step: Callable[..., Any],
     carry: Any,
     span: tuple[int, int],
-    kinds: int,
-    stacked: Any = None,
+    turns: Sequence[int],
+    stacked: Sequence[Any] | None = None,
 ) -> Any:
     """Runs carry = step(carry, number, kind, own) for the layers of a span.
 
     A loop over groups, with a layer of each kind, and the layers that are left.
 
-    kinds: that layers take in turns, layer 0 the first of them.
-    stacked: tree of (layers, …), of which `own` is the layer's; None for none.
+    turns: for each kind that layers take in turns, layer 0 the first of them, the stack
+      that its layers are in; `number` counts those of that stack.
+    stacked: trees of (layers, …), of which `own` is the layer's; None for none.
     """
     first, stop = span
     while first < stop:
-        size = min(kinds, stop - first)
+        size = min(len(turns), stop - first)
         groups = (stop - first) // size
+        kinds = [(first + place) % len(turns) for place in range(size)]
+        each = Counter(turns[kind] for kind in kinds)
+        done = Counter(turns[number % len(turns)] for number in range(first))
 
         def group(
-            carry: Any, scanned: tuple, size: int = size, first: int = first
+            carry: Any, scanned: tuple, kinds: list[int] = kinds, each: Counter = each
         ) -> tuple[Any, None]:
-            number, slices = scanned
-            for place in range(size):
-                own = slices
-                if size > 1:
-                    own = jax.tree.map(operator.itemgetter(place), slices)
-                carry = step(carry, number + place, (first + place) % kinds, own)
+            (numbers, slices), places = scanned, Counter()
+            for kind in kinds:
+                stack = turns[kind]
+                own, place = slices and slices[stack], places[stack]
+                if each[stack] > 1:
+                    own = jax.tree.map(operator.itemgetter(place), own)
+                carry = step(carry, numbers[stack] + place, kind, own)
+                places[stack] += 1
             return carry, None
 
         def grouped(
-            x: jax.Array, groups: int = groups, size: int = size, first: int = first
+            x: jax.Array, start: int, size: int, groups: int = groups
         ) -> jax.Array:
             if groups * size < len(x):
-                x = x[first : first + groups * size]
+                x = x[start : start + groups * size]
             return x.reshape(groups, size, *x.shape[1:]) if size > 1 else x
 
-        numbers = jnp.arange(first, first + groups * size, size, dtype=jnp.int32)
-        carry, _ = lax.scan(group, carry, (numbers, jax.tree.map(grouped, stacked)))
+        numbers, slices = {}, stacked and {}
+        for stack, size_of in each.items():
+            start = done[stack]
+            end = start + groups * size_of
+            numbers[stack] = jnp.arange(start, end, size_of, dtype=jnp.int32)
+            if stacked:
+                cut = functools.partial(grouped, start=start, size=size_of)
+                slices[stack] = jax.tree.map(cut, stacked[stack])
+        carry, _ = lax.scan(group, carry, (numbers, slices))
         first += groups * size
     return carry
 

@@ -14,7 +14,7 @@ from models.rope import RopeScaling
 NORMS = "before", "after", "both"
 ACTIVATIONS = "silu", "gelu_tanh"
 QK_NORMS = "", "head", "all"
-WINDOW, FULL = "w", "f"
+WINDOW, FULL, DELTA = "w", "f", "d"
 """Kinds of layers in a pattern; capitals have no RoPE."""
 
 
@@ -74,10 +74,12 @@ class LayerKind:
 
     window: tokens that a query sees, its own included; 0 for all up to it.
     rope: base and scaling of RoPE; None without it.
+    is_delta: whether it is Gated DeltaNet, which has a state and no attention.
     """
 
     window: int
     rope: tuple[float, RopeScaling] | None
+    is_delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class DecoderConfig:
     """Sizes and parts of a stack of decoder layers.
 
     layer_pattern: kinds of the layers, repeated over them: "w" attends to a window, "f"
-      to all; "" is "f". "W" and "F" do so without RoPE.
+      to all; "" is "f". "W" and "F" do so without RoPE. "d" is Gated DeltaNet.
     window: tokens that a query of "w" layers sees, its own included; 0 without any.
     window_rope_theta: base of RoPE in "w" layers, where it is not scaled then; 0: RoPE
       is that of the others.
@@ -93,6 +95,9 @@ class DecoderConfig:
     attention_scale: factor on the scores; 0 for head_dim^-0.5.
     attention_soft_cap: scores s become c · tanh(s / c); 0 for none.
     attention_sinks: whether each head has a logit of a key whose value is 0.
+    attention_gate: whether heads' results are multiplied by sigmoids, made as queries.
+    delta_key_heads, delta_value_heads, delta_key_dim, delta_value_dim: of "d" layers,
+      and tokens that their delta_convolution reads; 0 without any.
     qkv_bias, output_bias: of the attention's projections.
     qk_norm: of queries and keys: "", of each "head", or of "all" heads at once.
     norms: "before" attention and feed-forward, "after" them, or "both".
@@ -117,6 +122,12 @@ class DecoderConfig:
     attention_scale: float = 0.0
     attention_soft_cap: float = 0.0
     attention_sinks: bool = False
+    attention_gate: bool = False
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_convolution: int = 0
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: str = ""
@@ -129,9 +140,17 @@ class DecoderConfig:
 
     _ABOVE_0 = "rope_theta", "norm_epsilon", "residual_scale"
     _AT_LEAST_0 = "attention_scale", "attention_soft_cap", "window_rope_theta"
+    _MAY_BE_0 = (
+        "window",
+        *(
+            f"delta_{n}"
+            for n in ("key_heads", "value_heads", "key_dim", "value_dim", "convolution")
+        ),
+    )
 
     def __post_init__(self):
-        names = [s.name for s in fields(self) if s.type is int and s.name != "window"]
+        whole = (s.name for s in fields(self) if s.type is int)
+        names = [name for name in whole if name not in self._MAY_BE_0]
         sizes = {name: getattr(self, name) for name in names}
         wrong = [f"{n}={size}" for n, size in sizes.items() if not 0 < size < 1 << 31]
         must = "model sizes must be at least 1, and below 2^31"
@@ -170,12 +189,13 @@ class DecoderConfig:
             if getattr(self, name) not in known:
                 must = ", ".join(repr(value) for value in known)
                 found.append(f"{name}={getattr(self, name)!r} must be one of {must}")
-        if set(self.layer_pattern.lower()) - {WINDOW, FULL}:
+        if set(self.layer_pattern) - {*"wfWF", DELTA}:
             found.append(
                 f"layer_pattern={self.layer_pattern!r} must be made of {WINDOW!r} for "
                 f'layers with a window and {FULL!r} for others, as in "wwwwwf", in '
-                "capitals where they have no RoPE"
+                f"capitals where they have no RoPE, and {DELTA!r} for Gated DeltaNet"
             )
+        found += self._wrong_delta()
         has_windows = WINDOW in self.layer_pattern.lower()
         if has_windows != (self.window > 0) or self.window < 0:
             found.append(
@@ -196,20 +216,55 @@ class DecoderConfig:
             )
         return found
 
+    def _wrong_delta(self) -> list[str]:
+        """Returns what no layers of Gated DeltaNet have."""
+        has_some = DELTA in self.layer_pattern
+        sizes = {name: getattr(self, name) for name in self._MAY_BE_0[1:]}
+        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        if not has_some:
+            return [f"{said} must be 0 without {DELTA!r} in layer_pattern"] * any(
+                sizes.values()
+            )
+        if min(sizes.values()) < 1 or self.delta_value_heads % self.delta_key_heads:
+            return [
+                f"{said} must be at least 1 with {DELTA!r} in layer_pattern="
+                f"{self.layer_pattern!r}, and value heads share key heads evenly"
+            ]
+        if not set(self.layer_pattern[: self.num_layers]) - {DELTA}:
+            return [
+                f"layer_pattern={self.layer_pattern!r} needs a layer with attention: "
+                f'choose "dddf"'
+            ]
+        return []
+
     @property
     def matrix_sides(self) -> dict[str, tuple[int, int]]:
         """Returns inputs and outputs of the matrices of a layer, by name."""
-        embed, wide = self.hidden_size, self.feed_forward_size
+        embed = self.hidden_size
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
-            "query": (embed, heads),
+            "query": (embed, heads * (1 + self.attention_gate)),
             "key": (embed, kv),
             "value": (embed, kv),
             "output": (heads, embed),
-            "gate": (embed, wide),
-            "up": (embed, wide),
-            "down": (wide, embed),
+            **self._feed_forward_sides,
         }
+
+    @property
+    def delta_sides(self) -> dict[str, tuple[int, int]]:
+        """Returns the same of a layer with Gated DeltaNet."""
+        embed, heads = self.hidden_size, self.delta_value_heads
+        keys = self.delta_key_heads * self.delta_key_dim
+        values = heads * self.delta_value_dim
+        inputs = {"query": keys, "key": keys, "value": values, "output_gate": values}
+        inputs |= {"beta": heads, "decay": heads}
+        sides = {name: (embed, size) for name, size in inputs.items()}
+        return sides | {"output": (values, embed), **self._feed_forward_sides}
+
+    @property
+    def _feed_forward_sides(self) -> dict[str, tuple[int, int]]:
+        embed, wide = self.hidden_size, self.feed_forward_size
+        return {"gate": (embed, wide), "up": (embed, wide), "down": (wide, embed)}
 
     @property
     def rotary_dim(self) -> int:
@@ -224,6 +279,7 @@ class DecoderConfig:
         own = plain if self.window_rope_theta else rope
         known = {FULL: LayerKind(0, rope), WINDOW: LayerKind(self.window, own)}
         known |= {k.upper(): LayerKind(o.window, None) for k, o in known.items()}
+        known[DELTA] = LayerKind(0, None, is_delta=True)
         pattern = self.layer_pattern or FULL
         if len({*pattern}) == 1:
             pattern = pattern[0]
@@ -234,6 +290,16 @@ class DecoderConfig:
         """Returns the kind of each layer."""
         kinds = self.kinds
         return tuple(kinds[n % len(kinds)] for n in range(self.num_layers))
+
+    @property
+    def attention_windows(self) -> list[int]:
+        """Returns the window of each layer that has attention."""
+        return [kind.window for kind in self.layer_kinds if not kind.is_delta]
+
+    def numbers(self, is_delta: bool) -> list[int]:
+        """Returns the numbers of the layers with Gated DeltaNet, or of the others."""
+        kinds = enumerate(self.layer_kinds)
+        return [number for number, kind in kinds if kind.is_delta == is_delta]
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from ml_collections import ConfigDict
 from kernels import masks
 from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
+from kernels.delta_attention import advance
 from kernels.layouts import divisor, order, padded_length
 from models import cache as caches
 from models.abstract import joined
-from models.cache import EMPTY, Cache
+from models.cache import EMPTY, Cache, delta_shapes
 from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
 from tasks.command_line import read_config
@@ -49,8 +50,14 @@ def config_to_ask(arguments: Sequence[str]) -> ConfigDict:
     return config
 
 
-def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
+def cache_shardings(
+    partition: Partition,
+    shape: tuple[int, ...],
+    delta: tuple[jax.ShapeDtypeStruct, ...] = (),
+) -> Cache:
     """Returns the sharding of a cache whose keys have this shape, [Y, B, S, K, D].
+
+    delta: as of `empty_cache`.
 
     Raises:
       ValueError: rows or heads do not divide over the mesh.
@@ -58,7 +65,13 @@ def cache_shardings(partition: Partition, shape: tuple[int, ...]) -> Cache:
     names = (None, "batch", "sequence", "kv_heads", None)
     stack = partition.sharding(names, shape)
     index = partition.sharding(names[1:3], shape[1:3])
-    return Cache(stack, stack, index, NamedSharding(partition.mesh, PartitionSpec()))
+    state, tail = ("heads", None), (None, "heads")
+    sharded = tuple(
+        partition.sharding((None, "batch", *(tail if n else state), None), one.shape)
+        for n, one in enumerate(delta)
+    )
+    whole = NamedSharding(partition.mesh, PartitionSpec())
+    return Cache(stack, stack, index, whole, sharded)
 
 
 def generator(
@@ -87,9 +100,9 @@ def generator(
     slots = padded_length(layout, ring, most, partition.slices)
     prefill, step = _programs(run, sampling, samples)
     sizes, dtype = run.sizes, run.compute_dtype
-    shape = sizes.num_layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
-    cache = cache_shardings(partition, shape)
-    empty = functools.partial(caches.empty_cache, shape, dtype, members)
+    layers, delta = len(sizes.attention_windows), delta_shapes(sizes, rows, dtype)
+    shape = layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
+    cache = cache_shardings(partition, shape, delta)
     whole = NamedSharding(mesh, PartitionSpec())
     compile_program = functools.partial(
         jax.jit,
@@ -104,9 +117,13 @@ def generator(
 
     heads = sizes.num_heads // partition.shards("heads")
     scores = slots // members * heads * -(-rows // partition.shards("batch"))
-    block = 0 if run.mask.prefix else _block(scores, slots // members)
+    # A state cannot be taken back to fewer tokens.
+    block = 0 if run.mask.prefix or delta else _block(scores, slots // members)
     return Generator(
-        empty=jax.jit(empty, out_shardings=cache),
+        empty=jax.jit(
+            functools.partial(caches.empty_cache, shape, dtype, members, delta),
+            out_shardings=cache,
+        ),
         prefill=compile_program(prefill),
         step=compile_program(step),
         cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
@@ -164,7 +181,8 @@ def _programs(
         llama = nnx.merge(sequences, parameters)
         attend = functools.partial(ring, visible=visible)
         x = llama.embed(tokens)
-        hidden, cache = caches.fill(llama, x, index, cache, attend, operations)
+        given = x, index, cache, attend, operations, run.mix
+        hidden, cache = caches.fill(llama, *given)
         return cache, *draw(parameters, *last_of_rows(hidden, index), seed)
 
     def step(
@@ -177,7 +195,7 @@ def _programs(
     ) -> tuple[Cache, Array, Array]:
         llama = nnx.merge(few_tokens, parameters)
         x = llama.embed(tokens)
-        given = x, index, cache, operations, mask.window, trunk
+        given = x, index, cache, operations, mask.window, trunk, advance
         last, cache = caches.append(llama, *given)
         if trunk is None:
             last, index = last_of_rows(last, index)

@@ -88,6 +88,8 @@ def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
             layouts.append(run.system.layout)  # which may need more padding
         if is_tail:  # of halves that all begin the sequence
             layouts = [x for x in layouts if isinstance(x, Striped)]
+    if config.model.delta_convolution:  # whose state goes through runs of tokens
+        layouts = [x for x in layouts if x != Striped()] or layouts
     is_packed = config.task == "text" and config.data.rows != "documents"
     found = options(layouts, may_count=is_packed and not is_tail)
     tensor, kv_heads = run.partition.mesh.shape["tensor"], config.model.num_kv_heads
@@ -133,12 +135,13 @@ def ring_passes(run: "Run", chip: Chip) -> list[Pass]:
 
 def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
     config = run.config
-    windows = [kind.window for kind in run.sizes.layer_kinds]
+    windows, kinds = run.sizes.attention_windows, run.sizes.layer_kinds
     rings = {window: _ring(run, chip, row.seen_within(window)) for window in {*windows}}
     passes, first = [], 0
-    for settings, count in run.execution.runs(len(windows)):
+    for settings, count in run.execution.runs(len(kinds)):
         again = 2 if settings.remat in RERUN else 1
-        for window, layers in Counter(windows[first : first + count]).items():
+        mine = (k.window for k in kinds[first : first + count] if not k.is_delta)
+        for window, layers in Counter(mine).items():
             ring, times = rings[window], layers * config.train.microbatches
             if config.remat == "tail":  # then every layer's forward is two rings
                 # The first half of the queries sees half of the keys.

@@ -23,6 +23,7 @@ from kernels import chips, masks
 from kernels.compiler import compiler_options
 from kernels.cost.choice import Choice, default_granule, known_chip
 from kernels.cost.work import Row
+from kernels.delta_attention import checked_runs, make_delta_attention
 from kernels.layouts import Layout, Striped, padded_length
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
@@ -223,6 +224,12 @@ class Run:
                 f"{config.remat=} needs a ring of 1, or stripes, got {layout} on "
                 f"{ring}: set config.attention=striped, or config.remat=attention"
             )
+        if reach := max(config.model.delta_convolution - 1, 0):
+            runs = self.layout, ring, self.token_shape[1], self.partition.slices
+            try:
+                checked_runs(*runs, reach)
+            except ValueError as error:
+                found.append(str(error))
         if found:
             raise ValueError("; ".join(found))
 
@@ -308,6 +315,18 @@ class Run:
             return attend(q, k, v, visible, sinks=sinks, within=within)
 
         return attend_within
+
+    @functools.cached_property
+    @names_fields
+    def mix(self) -> Callable[..., Any]:
+        """The mixing of Gated DeltaNet on the mesh (see `make_delta_attention`)."""
+        partition = self.partition
+        return make_delta_attention(
+            partition.mesh,
+            layout=self.layout,
+            ring_axes=partition.axes("ring"),
+            ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
+        )
 
     @property
     def implementation(self) -> str | None:

@@ -80,7 +80,7 @@ class TextRun(Run):
 
     @functools.cached_property
     def objective(self) -> Objective:
-        windows = [kind.window for kind in self.sizes.layer_kinds]
+        windows = self.sizes.attention_windows
         count = functools.partial(count_tokens, windows=windows)
         return Objective(self.loss_function(), count)
 
@@ -112,7 +112,7 @@ class TextRun(Run):
         def loss_sum(parameters: Any, batch: Batch, rest: Any = None) -> jax.Array:
             module = nnx.merge(model.structure, joined(parameters, rest or {}))
             see_visible = functools.partial(attend, visible=visible(batch))
-            hidden = module(batch.tokens, batch.positions, see_visible)
+            hidden = module(batch.tokens, batch.positions, see_visible, self.mix)
             predicted = hidden, module.head_weight(), batch.targets, batch.loss_weights
             logits = model.config.logits
             options = {"logits": logits, "chunk": chunk, "partition": partition}

@@ -4,7 +4,7 @@
     python train.py --config=configs/fine_tune.py:runs/llama2_7b ...
     python -m tools.convert_hf export runs/mine Mine-7b-hf --like Llama-2-7b-hf
 
-Imports LLaMA, Mistral, Ministral, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3, SmolLM3,
+Imports LLaMA, Mistral, Ministral, Qwen 2 to 3.5, Gemma 1 to 3, OLMo 2 and 3, SmolLM3,
 Granite 3, Seed-OSS, Phi-3 and Phi-4 from safetensors, in float32, bfloat16 or float16.
 Every device reads its own part of every tensor from the files; a host holds only the
 parts of its devices. Exports the parameters of a run's newest checkpoint, as the family
@@ -91,7 +91,7 @@ def import_model(
             settings.lora.update(dataclasses.asdict(lora))
         else:
             config = hf_config.model_config(fields)
-            if fields["model_type"] == hf_config.WITH_IMAGES:
+            if fields["model_type"] in hf_config.WITH_IMAGES:
                 left_out = files.rename(names.text_name)
             if config.num_layers > len(files.shapes):  # before their names are made
                 raise ValueError(
@@ -279,15 +279,15 @@ def _tensors(
     """Yields every tensor of the published model, parameter by parameter."""
     abstract = state.abstract_parameters(model.shapes, model.axes, partition)
     leaves = traverse_util.flatten_dict(abstract)
-    tensors: dict[str, list[Weight]] = {}
+    tensors: dict[tuple, list[Weight]] = {}
     for weight in weights:
-        tensors.setdefault(weight.name, []).append(weight)
+        tensors.setdefault((weight.name, weight.numbers), []).append(weight)
     for below in tensors.values():
         parameters = []
         for weight in below:
             tree = traverse_util.unflatten_dict({weight.path: leaves[weight.path]})
             parameters += jax.tree.leaves(saved.restore(tree))
-        for layer, name in enumerate(below[0].names(model.config.num_layers)):
+        for layer, name in enumerate(below[0].names):
             parts = [
                 weight.to_stored(np.asarray(p[layer] if weight.is_stacked else p))
                 for weight, p in zip(below, parameters, strict=True)

@@ -33,6 +33,21 @@ FAMILIES = {
         "model__tied_embeddings": True,
         "model__embedding_scale": 6.0,
     },
+    "qwen3_5": {
+        "model__num_layers": 4,
+        "model__layer_pattern": "dfd",
+        "model__delta_key_heads": 2,
+        "model__delta_value_heads": 4,
+        "model__delta_key_dim": 6,
+        "model__delta_value_dim": 5,
+        "model__delta_convolution": 4,
+        "model__attention_gate": True,
+        # Else norms of states that are nearly empty make rounding large.
+        "model__norm_epsilon": 1e-2,
+        "model__rotary_fraction": 0.5,
+        "model__qk_norm": "head",
+        "model__norm_unit_offset": True,
+    },
     "olmo2": {"model__norms": "after", "model__qk_norm": "all"},
     "smollm3": LAYERS
     | {

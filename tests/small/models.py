@@ -151,7 +151,8 @@ def whole_forward(
     def forward(parameters: Any, tokens: jax.Array) -> jax.Array:
         llama = nnx.merge(structure, parameters)
         positions = jnp.tile(jnp.arange(SLOTS, dtype=jnp.int32), (ROWS, 1))
-        hidden = llama(tokens, positions, functools.partial(attend, visible=mask))
+        see = functools.partial(attend, visible=mask)
+        hidden = llama(tokens, positions, see, run.mix)
         return llama.config.logits(hidden, llama.head_weight())
 
     parameters = parameters_on(partition, family)

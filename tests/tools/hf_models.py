@@ -30,7 +30,7 @@ DIRECTORY = Path(__file__).parents[1] / "fixtures" / "hf_models"
 NAMES = (
     *("llama", "llama_gqa", "llama_tied", "llama_scaled", "mistral"),
     *("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
-    *("granite", "gemma", "ministral", "seed_oss", "phi3"),
+    *("granite", "gemma", "ministral", "seed_oss", "phi3", "qwen3_5"),
 )
 PROMPT = 16
 """Tokens that were given; those after them follow greedily."""
@@ -72,21 +72,23 @@ def logits(
     config: ml_collections.ConfigDict, partition: Partition
 ) -> Callable[[Any, np.ndarray], np.ndarray]:
     """A program from parameters and tokens (T,) to logits (T, V), on the ring."""
-    model, mesh = TextRun(config, partition).model, partition.mesh
+    run = TextRun(config, partition)
+    model, mesh = run.model, partition.mesh
     layout, ring_size = attention_system(config).layout, mesh.shape["ring"]
-    attend = TextRun(config, partition).attention
+    attend, mix = run.attention, run.mix
 
     @jax.jit
     def compute(parameters: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
         visible = masks.causal()(index, index.shape[-1])
         module = nnx.merge(model.structure, parameters)
-        hidden = module(tokens, index, functools.partial(attend, visible=visible))
+        see = functools.partial(attend, visible=visible)
+        hidden = module(tokens, index, see, mix)
         return model.config.logits(hidden, module.head_weight())
 
-    def run(parameters: Any, tokens: np.ndarray) -> np.ndarray:
+    def of(parameters: Any, tokens: np.ndarray) -> np.ndarray:
         index = np.arange(tokens.size, dtype=np.int32)
         rows = np.stack([tokens, index])[:, None].repeat(partition.shards("batch"), 1)
         placed = permute(rows, layout, ring_size, axis=2)
         return np.asarray(unpermute(compute(parameters, *placed), layout, ring_size)[0])
 
-    return run
+    return of

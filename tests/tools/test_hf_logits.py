@@ -46,7 +46,8 @@ ALL = [
 @pytest.mark.parametrize(("name", "ring", "attention"), ALL)
 def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     """48 tokens, with windows of 7 and 8."""
-    config = hf_models.run_config(name, attention=attention)
+    wide = {"stripe_granule": 3} if name == "qwen3_5" else {}
+    config = hf_models.run_config(name, attention=attention, **wide)
     partition = partition_of(MeshShape(ring=ring))
     model = TextRun(config, partition).model
     parameters = hf_models.loaded(name, model, partition)
@@ -68,6 +69,33 @@ def test_a_part_left_out_is_seen(name, parts):
     parameters = hf_models.loaded(name, model, partition)
     tokens, expected = hf_models.expected(name)
     config.update(model=parts, attention="vanilla")
+    wrong = hf_models.logits(config, partition)(parameters, tokens)
+    assert np.abs(wrong - expected).max() > 2e-3
+
+
+OTHERS = {
+    # Nothing decays; each key's value is written whole, and half of it.
+    "delta_layers.attention.log_rate": (np.s_[:], -30),
+    "delta_layers.attention.beta": (np.s_[:], 0),
+    # The convolution reads a token alone; all is let through as of one logit.
+    "delta_layers.attention.key_kernel": (np.s_[:, :-1], 0),
+    "delta_layers.attention.norm.scale": (np.s_[:], 1),
+    "layers.attention.query": (np.s_[..., 12:], 0),
+}
+"""What other numbers in a parameter of Qwen3.5's leave out."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_part_of_gated_deltanet_left_out_is_seen(name):
+    config, partition = hf_models.run_config("qwen3_5"), partition_of(MeshShape())
+    model = TextRun(config, partition).model
+    parameters = hf_models.loaded("qwen3_5", model, partition)
+    *module, last = name.split(".")
+    own = functools.reduce(lambda tree, key: tree[key], module, parameters)
+    place, value = OTHERS[name]
+    own[last] = own[last].at[place].set(value)
+    tokens, expected = hf_models.expected("qwen3_5")
     wrong = hf_models.logits(config, partition)(parameters, tokens)
     assert np.abs(wrong - expected).max() > 2e-3
 

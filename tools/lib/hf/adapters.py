@@ -47,7 +47,9 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
         name, _, end = factor.rpartition("_")
         stored = weight_at((*module, name)).name.removesuffix(".weight")
         stored = f"{PREFIX}{stored}{ENDS[end]}"
-        found.append(Weight((*module, factor), stored, 1, is_turned=end == "b"))
+        numbers = (*model.config.numbers(module[0] == "delta_layers"),)
+        place = (*module, factor), stored, 1
+        found.append(Weight(*place, is_turned=end == "b", numbers=numbers))
     return tuple(found)
 
 
@@ -137,7 +139,7 @@ class Adapted:
             with fused matrices.
         """
         kind = original.get("model_type")
-        if kind == WITH_IMAGES or (original and fused(original)):
+        if kind in WITH_IMAGES or (original and fused(original)):
             raise ValueError(
                 f"layers of model_type={kind!r} have other names than the adapters': "
                 "export it merged, without --adapter"

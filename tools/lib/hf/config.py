@@ -18,19 +18,28 @@ _SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
+_DELTA_SIZES = {
+    "linear_num_key_heads": "delta_key_heads",
+    "linear_num_value_heads": "delta_value_heads",
+    "linear_key_head_dim": "delta_key_dim",
+    "linear_value_head_dim": "delta_value_dim",
+    "linear_conv_kernel_dim": "delta_convolution",
+}
 _THEIR_ACTIVATIONS = {x: y for y, x in reversed(table.ACTIVATIONS.items())}
 LONGEST = "max_position_embeddings"
-WITH_IMAGES = "gemma3"
+WITH_IMAGES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 """Models of text and images, of which the text model is read."""
 _TEXT = "text_config"
 _OF_IMAGES = (
     *("vision_config", "mm_tokens_per_image", "image_token_index"),
-    *("boi_token_index", "eoi_token_index"),
+    *("boi_token_index", "eoi_token_index", "image_token_id", "video_token_id"),
+    *("vision_start_token_id", "vision_end_token_id"),
 )
 _KINDS = {ours: theirs for theirs, ours in table.LAYER_TYPES.items()}
 _OF_LAYERS = frozenset(
     "num_hidden_layers sliding_window use_sliding_window max_window_layers "
-    "sliding_window_pattern layer_types no_rope_layers no_rope_layer_interval".split()
+    "sliding_window_pattern layer_types no_rope_layers no_rope_layer_interval "
+    "full_attention_interval".split()
 )
 # Fields that older and newer versions write in the place of ours.
 _REPLACED = ("dtype", "torch_dtype", "architectures", "model_type")
@@ -58,7 +67,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
     pattern, window = _read_layers(fields, family)
-    rope = read_rope(fields, family.thetas(fields), family.may_rotate_parts)
+    rope = read_rope(fields, family.thetas(fields), family.rotated_part)
     if not pattern:
         rope.pop("window_rope_theta", None)
     activation = values["hidden_act"] or values["hidden_activation"]
@@ -71,6 +80,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
         embedding_scale = hidden**0.5
     return LanguageModelConfig(
         **{ours: values[name] for name, ours in _SIZES.items()},
+        **{o: values[name] for name, o in _DELTA_SIZES.items() if "d" in pattern},
         num_kv_heads=values["num_key_value_heads"] or heads,
         head_dim=head_dim,
         norm_epsilon=float(values["rms_norm_eps"]),
@@ -169,12 +179,13 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
       ValueError: there is no text model, or two fields of it contradict each other.
     """
-    if fields.get("model_type") != WITH_IMAGES:
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in WITH_IMAGES:
         return fields
     text = fields.get(_TEXT)
     if not isinstance(text, Mapping):
         raise ValueError(
-            f"config.json of model_type={WITH_IMAGES!r} must have an object {_TEXT}, "
+            f"config.json of model_type={kind!r} must have an object {_TEXT}, "
             f"got {short(text)}: copy it again"
         )
     own = (_TEXT, "model_type", "architectures", *_OF_IMAGES)
@@ -185,7 +196,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"config.json has {name} twice, as {short(outer[name])} and "
                 f"{short(text[name])}"
             )
-    return {"model_type": "gemma3_text", **text, **outer}
+    return {"model_type": WITH_IMAGES[kind], **text, **outer}
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
@@ -199,7 +210,7 @@ def _family(fields: Mapping[str, Any]) -> Family:
         )
     raise ValueError(
         f"config.json has model_type={short(kind)} (only {', '.join(table.BY_TYPE)}, "
-        f"and the text of {WITH_IMAGES})"
+        f"and the text of {' and '.join(WITH_IMAGES)})"
     )
 
 
@@ -246,7 +257,7 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
     activation = _THEIR_ACTIVATIONS[config.activation]
     scale = config.attention_scale or config.head_dim**-0.5
     fields = {
-        **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
+        **{t: getattr(config, o) for t, o in (_SIZES | _DELTA_SIZES).items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_epsilon,
@@ -300,7 +311,7 @@ def _read_layers(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
     Raises:
       ValueError: not as many types as layers, or a window of 0 tokens.
     """
-    if "sliding_window" not in family.fields:
+    if not family.fields & {"sliding_window", *_DELTA_SIZES}:
         return "", 0
     fields = {
         n: family.value(n, said) for n in said.keys() & _OF_LAYERS & family.fields
@@ -314,12 +325,17 @@ def _read_layers(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
             )
     theirs = family.config_class(**fields)
     uses_windows = getattr(theirs, "use_sliding_window", True)
-    window = theirs.sliding_window if uses_windows else None
+    window = getattr(theirs, "sliding_window", None) if uses_windows else None
     # Mistral has a window in all layers, or none.
     kinds = getattr(theirs, "layer_types", [_KINDS["w"]] * layers)
     kinds = "".join(table.LAYER_TYPES[kind] for kind in kinds)
+    if "d" in kinds and not family.fields & _DELTA_SIZES.keys():
+        raise ValueError(
+            "config.json has linear_attention in layer_types, which "
+            f"{family.model_type} has not"
+        )
     if "w" not in kinds or not (window or types):
-        window, kinds = 0, "f" * layers
+        window, kinds = 0, kinds.replace("w", "f")
     elif not window:
         used = family.value("use_sliding_window", said)
         raise ValueError(

@@ -18,7 +18,11 @@ from data.json_text import is_number
 
 LARGEST = (1 << 31) - 1
 MOST_LAYERS = 1 << 16
-LAYER_TYPES = {"sliding_attention": "w", "full_attention": "f"}
+LAYER_TYPES = {
+    "sliding_attention": "w",
+    "full_attention": "f",
+    "linear_attention": "d",
+}
 """Kinds of layers of config.json, and ours."""
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 
@@ -65,7 +69,9 @@ _NAMES = {
     LAYERS: "num_hidden_layers max_window_layers",
     SIZE: "vocab_size hidden_size intermediate_size num_attention_heads head_dim "
     "num_key_value_heads sliding_window sliding_window_size sliding_window_pattern "
-    "_sliding_window_pattern max_position_embeddings no_rope_layer_interval",
+    "_sliding_window_pattern max_position_embeddings no_rope_layer_interval "
+    "full_attention_interval linear_num_key_heads linear_num_value_heads "
+    "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
     NUMBER: "rms_norm_eps query_pre_attn_scalar attn_logit_softcapping "
     "final_logit_softcapping rope_theta rope_local_base_freq partial_rotary_factor "
     "embedding_multiplier logits_scaling residual_multiplier attention_multiplier",
@@ -98,6 +104,9 @@ ONE_VALUE: dict[str, tuple[Any, str]] = {
     "partial_rotary_factor": (1, "only whole heads are rotated here"),
     "use_bidirectional_attention": (False, "models here are causal"),
     "rope_interleaved": (False, "the pairs of RoPE are (i, i + D/2) here"),
+    "attn_output_gate": (True, "attention with linear layers has a gate here"),
+    "output_gate_type": ("swish", "the gate of linear layers is silu"),
+    "mamba_ssm_dtype": ("float32", "states are float32 here"),
     "use_mrope": (False, "positions here are one number"),
     "is_encoder_decoder": (False, "models here are decoders"),
     "add_cross_attention": (False, "models here are decoders"),
@@ -155,7 +164,8 @@ class Family:
     may_lack: sizes that files leave out where they are transformers' defaults.
     has_scaled_embeddings: whether embeddings are multiplied by sqrt(hidden_size).
     has_rope_of_kinds: whether RoPE is scaled in layers without a window only.
-    may_rotate_parts: of heads, with RoPE that is not scaled.
+    rotated_part: of heads, where RoPE may rotate a part and is not scaled; what a
+      config.json says that says none.
     ignored: fields of published files that change no logits in this family.
     activations: names of older versions, with those of today.
     fused: matrices that lie in one tensor, by name, and the tensor.
@@ -169,7 +179,7 @@ class Family:
     may_lack: tuple[str, ...] = ()
     has_scaled_embeddings: bool = False
     has_rope_of_kinds: bool = False
-    may_rotate_parts: bool = False
+    rotated_part: float = 0.0
     ignored: tuple[str, ...] = ()
     activations: Mapping[str, str] = _NO_FIELDS
     fused: Mapping[str, str] = _NO_FIELDS
@@ -258,9 +268,17 @@ FAMILIES = (
         "phi3",
         "Phi3ForCausalLM",
         older={"partial_rotary_factor": 1.0},
-        may_rotate_parts=True,
+        rotated_part=1.0,
         ignored=("original_max_position_embeddings",),
         fused={part: whole for whole, parts in FUSED.items() for part in parts},
+    ),
+    Family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {"qk_norm": "head", "norm_unit_offset": True, "attention_gate": True},
+        older={"partial_rotary_factor": 0.25, "full_attention_interval": 4},
+        rotated_part=0.25,
+        ignored=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     ),
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}

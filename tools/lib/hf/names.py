@@ -33,6 +33,8 @@ class Weight:
       of one or more axes here.
     is_turned: whether the matrix is stored as (outputs, inputs).
     first: row of the tensor that it begins at, below those of other parameters.
+    has_gap: whether an axis of 1 is between the outputs and inputs of the tensor.
+    numbers: of the layers that have it.
 
     Shapes and indices below are those of one layer.
     """
@@ -42,17 +44,20 @@ class Weight:
     input_axes: int = 0
     is_turned: bool = True
     first: int = 0
+    has_gap: bool = False
+    numbers: tuple[int, ...] = ()
 
     @property
     def is_stacked(self) -> bool:
         """Whether each layer has its own tensor; the parameter holds all layers."""
         return "{layer}" in self.name
 
-    def names(self, layers: int) -> list[str]:
+    @property
+    def names(self) -> list[str]:
         """Names of the tensors, in the order of the layers."""
         if not self.is_stacked:
             return [self.name]
-        return [self.name.format(layer=layer) for layer in range(layers)]
+        return [self.name.format(layer=layer) for layer in self.numbers]
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the tensor, from that of the parameter."""
@@ -78,7 +83,8 @@ class Weight:
     def _sides(self, axes: tuple) -> list[tuple]:
         """Returns the axes that are one of the tensor's each, in its order."""
         sides = [axes[: self.input_axes], axes[self.input_axes :]]
-        return [side for side in (sides[::-1] if self.is_turned else sides) if side]
+        sides = [side for side in (sides[::-1] if self.is_turned else sides) if side]
+        return [sides[0], (), *sides[1:]] if self.has_gap else sides
 
 
 _LAYER = "model.layers.{layer}."
@@ -102,17 +108,43 @@ _OF_LAYERS = {
     "feed_forward.up": ("mlp.up_proj.weight", 1),
     "feed_forward.down": ("mlp.down_proj.weight", 1),
 }
+_OF_DELTA = {
+    "attention.query": ("linear_attn.query.weight", 1),
+    "attention.key": ("linear_attn.key.weight", 1),
+    "attention.value": ("linear_attn.value.weight", 1),
+    "attention.query_kernel": ("linear_attn.query_kernel.weight", 1),
+    "attention.key_kernel": ("linear_attn.key_kernel.weight", 1),
+    "attention.value_kernel": ("linear_attn.value_kernel.weight", 1),
+    "attention.output_gate": ("linear_attn.in_proj_z.weight", 1),
+    "attention.beta": ("linear_attn.in_proj_b.weight", 1),
+    "attention.decay": ("linear_attn.in_proj_a.weight", 1),
+    "attention.log_rate": ("linear_attn.A_log", 0),
+    "attention.decay_bias": ("linear_attn.dt_bias", 0),
+    "attention.norm.scale": ("linear_attn.norm.weight", 0),
+    "attention.output": ("linear_attn.out_proj.weight", 2),
+    **{k: v for k, v in _OF_LAYERS.items() if k.startswith("feed_forward")},
+}
+# Names of ours that lie below each other in one tensor.
+_PARTS = ("query", "in_proj_qkv"), ("key", "in_proj_qkv"), ("value", "in_proj_qkv")
+_FUSED = {**dict(_PARTS), **{f"{name}_kernel": "conv1d" for name, _ in _PARTS}}
+_STACKS = {"layers": _OF_LAYERS, "delta_layers": _OF_DELTA}
 _WEIGHTS = (
     EMBEDDING,
     *(
-        Weight(("layers", *ours.split(".")), f"{_LAYER}{theirs}", inputs)
-        for ours, (theirs, inputs) in _OF_LAYERS.items()
+        Weight(
+            (stack, *ours.split(".")),
+            f"{_LAYER}{theirs}",
+            inputs,
+            has_gap=ours.endswith("_kernel"),
+        )
+        for stack, weights in _STACKS.items()
+        for ours, (theirs, inputs) in weights.items()
     ),
     Weight(("norm", "scale"), "model.norm.weight"),
     HEAD,
 )
-ATTENTION = tuple(weight for weight in _WEIGHTS if "attention" in weight.path)
-_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+ATTENTION = tuple(w for w in _WEIGHTS if w.path[:2] == ("layers", "attention"))
+_LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
 # One name means another norm where norms stand elsewhere.
 _NORMS = {
     "before": {
@@ -139,13 +171,17 @@ def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...
       other.
     """
     norms = (
-        Weight(("layers", ours, "scale"), f"{_LAYER}{theirs}.weight")
+        Weight((stack, ours, "scale"), f"{_LAYER}{theirs}.weight")
+        for stack in _STACKS
         for ours, theirs in _NORMS[model.config.norms].items()
     )
     shapes, found, rows = traverse_util.flatten_dict(model.shapes), [], Counter()
     for weight in (w for w in (*_WEIGHTS, *norms) if w.path in shapes):
+        if weight.is_stacked:
+            is_delta = weight.path[0] == "delta_layers"
+            weight = replace(weight, numbers=(*model.config.numbers(is_delta),))
         module = weight.name.split(".")[-2]
-        if whole := fused.get(module):
+        if whole := (_FUSED | {**fused}).get(module):
             name = weight.name.replace(module, whole)
             weight = replace(weight, name=name, first=rows[name])
             rows[name] += weight.stored_shape(shapes[weight.path].shape[1:])[0]
@@ -154,12 +190,12 @@ def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...
 
 
 def text_name(name: str) -> str | None:
-    """Returns a tensor's name in Gemma 3's text model; None if it is of images.
+    """Returns a tensor's name in a text model; None if it is of images, or a draft.
 
     transformers 4.52 began to write "model." in front, and 5 ended it.
     """
     plain = name.removeprefix("model.")
-    if plain.startswith(_OF_IMAGES):
+    if plain.startswith(_LEFT_OUT):
         return None
     if name.startswith("model.language_model."):
         return "model." + plain.removeprefix("language_model.")
@@ -175,9 +211,8 @@ def stored_shapes(
     for weight in weights:
         shape = shapes[weight.path].shape
         shape = shape[1:] if weight.is_stacked else shape
-        names = weight.names(model.config.num_layers)
         rows, *others = weight.stored_shape(shape)
-        stored |= dict.fromkeys(names, (weight.first + rows, *others))
+        stored |= dict.fromkeys(weight.names, (weight.first + rows, *others))
     return stored
 
 
@@ -188,6 +223,8 @@ def weight_at(path: tuple[str, ...]) -> Weight:
 
 def _merged(index: Sequence[slice], shape: Sequence[int]) -> slice:
     """Returns the part of axes merged into one; only the first may be cut."""
+    if not index:
+        return slice(0, 1)
     inner = math.prod(shape[1:])
     for part, size in zip(index[1:], shape[1:], strict=True):
         if part.indices(size) != (0, size, 1):

@@ -117,7 +117,7 @@ def _fill(
     """Reads the part at `index` of a parameter of this shape, as float32."""
     names, places = [weight.name], part[None]
     if weight.is_stacked:
-        names, places = weight.names(shape[0])[index[0]], part
+        names, places = weight.names[index[0]], part
         shape, index = shape[1:], index[1:]
     stored_index = weight.stored_index(shape, index)
     for place, name in zip(places, names, strict=True):

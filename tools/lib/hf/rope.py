@@ -9,7 +9,7 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
 from tools.lib.hf.fields import LAYER_TYPES, NUMBER, SIZE, TRUTH
 
-_WINDOW, _FULL = LAYER_TYPES
+_WINDOW, _FULL, _ = LAYER_TYPES
 _ORIGINAL, _PART = "original_max_position_embeddings", "partial_rotary_factor"
 # The fields that each scaling must have, and those that it may lack.
 _NEEDED = {
@@ -26,7 +26,7 @@ _KINDS = {int: SIZE, float: NUMBER, bool: TRUTH}
 def read_rope(
     said: Mapping[str, Any],
     theta: float | Mapping[str, float],
-    may_be_partial: bool = False,
+    rotated_part: float = 0.0,
 ) -> dict[str, Any]:
     """Returns `rope_theta` and `rope_scaling` of a model, and its `window_rope_theta`.
 
@@ -35,8 +35,8 @@ def read_rope(
     said: fields of config.json.
     theta: transformers' `default_theta`: of all layers, or of "global" and of "local"
       ones, which have a window.
-    may_be_partial: whether a part of each head may be rotated, by RoPE that is not
-      scaled then: the result has its `rotary_fraction`.
+    rotated_part: of each head where none is said, by RoPE that is not scaled then: the
+      result has its `rotary_fraction`. 0: only whole heads are rotated.
 
     Raises:
       ValueError: a scaling that a model here has not, or fields that contradict each
@@ -47,7 +47,7 @@ def read_rope(
     own = {name: said.get(name) for name in ("rope_theta", _PART)}
     places = [own, said.get("rope_scaling")]
     if not isinstance(theta, Mapping):
-        return _read([*places, given], theta, longest, may_be_partial)
+        return _read([*places, given], theta, longest, rotated_part)
     kinds = {type(rope) for rope in given.values()}
     if given.keys() - {_FULL, _WINDOW} or kinds - {dict, type(None)}:
         raise ValueError(
@@ -69,7 +69,7 @@ def _read(
     places: Sequence[Any],
     theta: float,
     longest: int | None,
-    may_be_partial: bool = False,
+    rotated_part: float = 0.0,
 ) -> dict[str, Any]:
     """Returns base and scaling, said in several places.
 
@@ -85,9 +85,11 @@ def _read(
                     f"config.json has {short(name)} twice, as {short(rope[name])} "
                     f"and {short(value)}"
                 )
-    theta, part = rope.pop("rope_theta", theta), rope.pop(_PART, 1)
-    known = {"default"} if may_be_partial else _NEEDED
-    if part != 1 and not may_be_partial:
+    theta, part = rope.pop("rope_theta", theta), rope.pop(_PART, rotated_part or 1)
+    known = {"default"} if rotated_part else _NEEDED
+    if rotated_part:  # of images and of text, whose tokens have one position each
+        rope = {name: value for name, value in rope.items() if "mrope" not in name}
+    if part != 1 and not rotated_part:
         raise ValueError(
             "config.json has a partial_rotary_factor: only whole heads are rotated here"
         )
@@ -110,7 +112,7 @@ def _read(
     scaling = {name: _TYPES[name](value) for name, value in rope.items()}
     scaling["rope_type"] = "none" if kind == "default" else kind
     found = {"rope_theta": float(theta), "rope_scaling": RopeScaling(**scaling)}
-    return found | ({"rotary_fraction": float(part)} if may_be_partial else {})
+    return found | ({"rotary_fraction": float(part)} if rotated_part else {})
 
 
 def rope_fields(config: LanguageModelConfig, of_kinds: bool) -> dict[str, Any]:

@@ -84,11 +84,9 @@ class Step:
 
     def work(self) -> StepWork:
         """Returns the work of a step whose rows are documents; without padding."""
-        data, kinds = self.run.config.data, self.run.sizes.layer_kinds
+        data, windows = self.run.config.data, self.run.sizes.attention_windows
         pairs = [
-            row.seen_within(kind.window).pairs
-            for row in self.run.rows
-            for kind in kinds
+            row.seen_within(window).pairs for row in self.run.rows for window in windows
         ]
         tokens = data.batch_rows * data.context_tokens
         return self.run.work(tokens, data.batch_rows * sum(pairs) / len(pairs))
