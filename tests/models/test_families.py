@@ -64,7 +64,13 @@ def on_one_device(family: str, **fields: Any) -> tuple[np.ndarray, list[Any]]:
     return train(run, COMPARED if fields else LEARNING)
 
 
-EVERYWHERE = itertools.product(FAMILIES, ("ring", "striped", "zigzag"), (RING, CUBE))
+EVERYWHERE = [
+    where
+    for where in itertools.product(
+        FAMILIES, ("ring", "striped", "zigzag"), (RING, CUBE)
+    )
+    if where[:2] != ("qwen3_5", "striped")  # whose state needs runs of tokens
+]
 
 
 @pytest.mark.thorough

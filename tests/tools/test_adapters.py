@@ -272,6 +272,7 @@ def adapters_of(name: str, when: str, run: Run) -> Any:
         ),
         pytest.param("gemma2", CUBE, CHUNKS, marks=slow),
         pytest.param("olmo3", CUBE, WIDE, marks=slow),
+        ("qwen3_5", RING, WIDE | {"attention": "zigzag"}),
     ],
 )
 def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
