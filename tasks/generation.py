@@ -91,24 +91,32 @@ def generator(
       ValueError: rows, heads or sizes that do not divide over the mesh, a cache of no
         tokens, or no samples.
     """
-    layout, partition = run.layout, run.partition
+    layout, partition, sizes = run.layout, run.partition, run.sizes
     mesh, ring = partition.mesh, partition.ring_size
     if min(cache_tokens, samples) < 1:
         raise ValueError(f"{cache_tokens=} and {samples=} must be at least 1")
+    has_state = sizes.delta_convolution > 0
+    if has_state and samples > 1:
+        raise ValueError(
+            f"{samples=} must be 1 with Gated DeltaNet, whose state is of one text: ask "
+            "again with another --seed"
+        )
     members = partition.shards("sequence")  # that share out the cache
+    # Runs of the shortest rows hold what Gated DeltaNet's convolution reads.
+    least = divisor(layout, ring, partition.slices)
+    least *= max(1, sizes.delta_convolution - 1)
     most = cache_tokens + members * (samples - 1)  # see `Generator.room`
-    slots = padded_length(layout, ring, most, partition.slices)
-    prefill, step = _programs(run, sampling, samples)
-    sizes, dtype = run.sizes, run.compute_dtype
-    layers, delta = len(sizes.attention_windows), delta_shapes(sizes, rows, dtype)
-    shape = layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
-    cache = cache_shardings(partition, shape, delta)
+    slots = max(padded_length(layout, ring, most, partition.slices), least)
+    cache, empty = _empty_cache(run, rows, slots)
     whole = NamedSharding(mesh, PartitionSpec())
-    compile_program = functools.partial(
-        jax.jit,
-        out_shardings=(cache, whole, whole),
-        donate_argnums=1,
-        compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
+    prefill, step = (
+        jax.jit(
+            program,
+            out_shardings=(cache, whole, whole),
+            donate_argnums=1,
+            compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
+        )
+        for program in _programs(run, sampling, samples)
     )
 
     def place(x: np.ndarray) -> Array:
@@ -118,24 +126,37 @@ def generator(
     heads = sizes.num_heads // partition.shards("heads")
     scores = slots // members * heads * -(-rows // partition.shards("batch"))
     # A state cannot be taken back to fewer tokens.
-    block = 0 if run.mask.prefix or delta else _block(scores, slots // members)
+    block = 0 if run.mask.prefix or has_state else _block(scores, slots // members)
     return Generator(
-        empty=jax.jit(
-            functools.partial(caches.empty_cache, shape, dtype, members, delta),
-            out_shardings=cache,
-        ),
-        prefill=compile_program(prefill),
-        step=compile_program(step),
+        empty=empty,
+        prefill=prefill,
+        step=step,
         cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
         place=place,
         order=lambda length: order(layout, ring, length),
-        divisor=divisor(layout, ring, partition.slices),
+        divisor=least,
         rows=rows,
         slots=slots,
         members=members,
         samples=samples,
         block=block,
     )
+
+
+def _empty_cache(
+    run: TextRun, rows: int, slots: int
+) -> tuple[Cache, Callable[[], Cache]]:
+    """Returns the shardings of a run's cache, and what makes an empty one."""
+    sizes, dtype, partition = run.sizes, run.compute_dtype, run.partition
+    delta = delta_shapes(sizes, rows, dtype)
+    layers = len(sizes.attention_windows)
+    shape = layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
+    cache, members = (
+        cache_shardings(partition, shape, delta),
+        partition.shards("sequence"),
+    )
+    empty = functools.partial(caches.empty_cache, shape, dtype, members, delta)
+    return cache, jax.jit(empty, out_shardings=cache)
 
 
 def _block(scores: int, slots: int) -> int:

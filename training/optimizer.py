@@ -16,6 +16,8 @@ from training.update import AtOnce, Optimizer
 OPTIMIZERS = "adamw", "adafactor", "muon"
 PARAMETERS = "float32", "bfloat16"
 PLACEMENTS = "device", "host", "host_all"
+SECOND_STACK = "delta_layers"
+"""Layers of a hybrid that have Gated DeltaNet."""
 
 MUON_RMS = 0.2
 """Root mean square of Muon's update before the learning rate: about that of AdamW's, so
@@ -144,6 +146,9 @@ def make_optimizer(
     Returns:
       The optimizer, and the learning rate as a function of the number of updates
       already made (0 for the first one), for the log.
+
+    Raises:
+      ValueError: what is not AdamW in float32, for a model with two stacks of layers.
     """
     schedule = _in_standard_promotion(
         optax.warmup_cosine_decay_schedule(
@@ -166,6 +171,12 @@ def make_optimizer(
     if settings.name == "adamw" and storage == Storage(seed=storage.seed):
         clip = optax.clip_by_global_norm(settings.clip_norm)
         return AtOnce(_promoted(optax.chain(clip, adamw))), schedule
+    if SECOND_STACK in shapes:
+        raise ValueError(
+            f"name={settings.name!r} with {storage} goes through one stack of layers, "
+            f"and this model has a second, {SECOND_STACK}: set name=adamw, moments and "
+            "parameters to float32, and placement=device"
+        )
     of_layer = {
         "adamw": adamw,
         "adafactor": _adafactor(settings, schedule),
@@ -238,7 +249,7 @@ def decayed(params: Any) -> Any:
 
 
 def _is_decayed(name: str) -> bool:
-    return not name.endswith(("scale", "bias", "sinks"))
+    return not name.endswith(("scale", "bias", "sinks", "rate"))
 
 
 def _promoted(

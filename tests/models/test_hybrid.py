@@ -12,7 +12,7 @@ from data.batch import Batch
 from kernels.layouts import permute
 from models.flops import num_parameters, train_flops
 from tests.cases import pairs
-from tests.small.models import LENGTH, Run, assert_same, partition_of, rows, run_on
+from tests.small.models import LENGTH, Run, assert_same, rows, run_on
 from training.mesh import MeshShape
 
 FAMILY = "qwen3_5"
@@ -118,4 +118,11 @@ def test_stripes_of_one_token_are_refused_before_anything_is_compiled():
         run.check_batch()
     auto = Run(MeshShape(ring=4), "auto", FAMILY).resolved
     assert auto.layout != run.layout
-    assert partition_of(MeshShape(ring=4)) == auto.partition
+
+
+@pytest.mark.parametrize("fields", [{"name": "muon"}, {"moments": "float8"}], ids=str)
+def test_optimizers_that_go_through_one_stack_of_layers_are_refused(fields):
+    fields = {f"optimizer__{name}": value for name, value in fields.items()}
+    run = Run(MeshShape(), "vanilla", FAMILY, **fields).resolved
+    with pytest.raises(ValueError, match="has a second, delta_layers: set .*adamw"):
+        _ = run.optimizer

@@ -285,6 +285,7 @@ BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 EXPERTS = (
     *("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "jamba", "granitemoehybrid"),
     *("deepseek_v2", "deepseek_v3", "llama4", "llama4_text", "phimoe", "glm4_moe"),
 )
 """Types of models whose feed-forward is a mixture of experts."""
