@@ -15,7 +15,7 @@ import shutil
 import socket
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -125,11 +125,8 @@ class Part:
         with np.load(path) as found:
             marks, characters = found["marks"], found["characters"]
             facts = json.loads(found["facts"].tobytes())
-        skipped = [
-            f.name for f in fields(Counts) if f.name not in ("good", "rows", "lost")
-        ]
-        counts = facts["counts"]
-        counts |= {name: Skipped(**counts[name]) for name in skipped}
+        counts = facts["counts"].items()
+        counts = {n: Skipped(**x) if isinstance(x, dict) else x for n, x in counts}
         facts["counts"] = Counts(**counts)
         facts["errors"] = [BadRow(**row) for row in facts["errors"]]
         part = cls(path, marks=marks, characters=characters, **facts)

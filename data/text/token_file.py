@@ -103,8 +103,7 @@ class TokenFile:
             has_loss_mask = truth(meta, "has_loss_mask")
             loss_dtype = "float32" if truth(meta, "has_weights") else "uint8"
             most = intervals(directory)
-            parts = meta["segments"][split] if most > 1 else 0
-            parts = whole_number("segments", parts)
+            parts = whole_number("segments", meta["segments"][split] if most > 1 else 0)
         if counts.documents == 0:
             raise ValueError(
                 f"split {split!r} of {directory} is empty: {FORMAT.remedy} from at "
@@ -142,13 +141,8 @@ class TokenFile:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each document starts, and the last ends, int64 (documents + 1,), read.
-
-        Beside `starts` and `lengths`, for corpora of few documents.
-        """
-        return np.append(
-            self.documents.between(-1, self.documents.end), self.tokens.size
-        )
+        """Where documents start, and the last ends, int64 (documents + 1,), read."""
+        return np.append(self.documents.between(-1, self.tokens.size), self.tokens.size)
 
     @property
     def starts(self) -> np.ndarray:
