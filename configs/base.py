@@ -138,8 +138,8 @@ FIELDS = dict(
     # as fit keep what the next policy keeps (nothing or tail, attention, products).
     # tools/plan_pod.py --fit-remat finds the largest value.
     remat_budget_gib=0.0,
-    # Gather parameters while others are used, on TPU v4 and later. On v5p, v6e and
-    # later SparseCores run these collectives, and gradients' (see training/overlap.py).
+    # Gather parameters, and scatter gradients, beside products: on v5p, v6e and later
+    # by SparseCores, on v5e in permutes (see training/overlap.py).
     overlap_parameters=True,
     # In how many parts a device's key/value heads are attended to, one after the other:
     # queries, keys, values, and what the ring holds, exist for one part at a time.

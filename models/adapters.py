@@ -58,6 +58,7 @@ def over_whole(
     sides: tuple[Axes, Axes],
     summed: Axes = (),
     parts: Mapping[str, jax.Array] | None = None,
+    chunk: int = 0,
 ) -> jax.Array:
     """Runs `function(x, weights)` on every device's shard of x, with whole weights.
 
@@ -67,19 +68,25 @@ def over_whole(
     sides: names of the axes of x and of the result.
     summed: names of axes that results are summed over before these weights are used.
     parts: what is used of some parameters; None for all of all.
+    chunk: tokens that weights are used for at a time; 0 for all of them.
     """
     weights = {n: (parts or {}).get(n, p) for n, p in parameters.items()}
     axes = {name: parameter.axes for name, parameter in parameters.items()}
 
     def local(x: jax.Array, *shards: jax.Array) -> jax.Array:
         whole = {}
+        is_once = not 0 < chunk < math.prod(x.shape[:2])
         for (name, weight), shard in zip(weights.items(), shards, strict=True):
             if "embed" not in axes[name]:
                 whole[name] = partition.vary(shard, but=summed)
                 continue
             place = axes[name].index("embed")
             size = weight.shape[place]
-            whole[name] = partition.gather(shard, place, size, x.dtype)
+            is_factor = name.rpartition("_")[2] in FACTORS
+            take = (
+                partition.multiplier if is_once and not is_factor else partition.gather
+            )
+            whole[name] = take(shard, place, size, x.dtype)
         return function(partition.vary(x), whole)
 
     call = partition.over_shards(local, (sides[0], *axes.values()), sides[1])
@@ -133,5 +140,7 @@ def multiply(
 
 def _contract(x: jax.Array, weight: jax.Array, count: int, first: int = 0) -> jax.Array:
     """Sums over the last axes of x, and over as many of a weight from `first` on."""
+    if callable(weight):
+        return weight(x, count)
     last, matched = range(-1, -1 - count, -1), range(first + count - 1, first - 1, -1)
     return jnp.tensordot(x, weight.astype(x.dtype), ([*last], [*matched]))

@@ -114,7 +114,7 @@ class FeedForward(nnx.Module):
         if norm is not None:
             weights["norm"] = norm.scale
         sides = RESIDUAL, RESIDUAL
-        return over_whole(partition, local, x, weights, sides, summed)
+        return over_whole(partition, local, x, weights, sides, summed, chunk=self.chunk)
 
 
 def through_stack(

@@ -95,6 +95,8 @@ def cross_entropy(
         *places: jax.Array,
     ) -> jax.Array:
         size = hidden.shape[-1]
+        # The backward goes on when the head's whole gradient is gone.
+        hidden, head = jax.lax.optimization_barrier((hidden, head))
         head = partition.gather(head, 0, size, hidden.dtype)  # (E, V / shards)
         hidden = partition.vary(hidden).reshape(-1, size)  # (tokens, E)
         first = partition.shard_number("vocab") * head.shape[1]

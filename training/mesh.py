@@ -27,7 +27,8 @@ from jax.sharding import (
 )
 
 from kernels.ring.slices import lay_out
-from kernels.ring.torus import Groups, pairs_along
+from kernels.ring.torus import is_closed, pairs_along
+from training.gathers import Stages, Way, gather, multiply
 
 MESH_AXES = ("data", "fsdp", "ring", "ulysses", "tensor")
 """Axes that a config names. A mesh has no `ulysses` of one device."""
@@ -51,17 +52,11 @@ Axes that are not named here (or None) are not sharded."""
 
 Axes = tuple[str | None, ...]
 
-Stages = tuple[tuple[str, Groups | None], ...]
-"""Axes of a mesh, and which of their devices take part in a collective together."""
-
 MOST_SCATTERED = 4
 """Devices over all of which one collective may scatter; for more see `_stages`."""
 
 HOST_MEMORY = "pinned_host"
 """Kind of the memory of a host that its devices read and write."""
-
-SUBLANES = 8
-"""Rows that a TPU stores together: arrays are padded to a multiple of these."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +148,13 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
 
 @dataclass(frozen=True)
 class Partition:
-    """Places arrays on a mesh by the names of their axes."""
+    """Places arrays on a mesh by the names of their axes.
+
+    hops: whether parameters travel in permutes from neighbour to neighbour.
+    """
 
     mesh: Mesh
+    hops: bool = False
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
@@ -178,8 +177,20 @@ class Partition:
         return named | {"ring": self.ring_size}
 
     def axes(self, name: str | None) -> tuple[str, ...]:
-        """Returns the axes of this mesh that RULES gives to a logical axis."""
-        return tuple(axis for axis in RULES.get(name, ()) if axis in self.mesh.shape)
+        """Returns the axes of this mesh that RULES gives to a logical axis.
+
+        Where parameters hop, rings of neighbours first: they carry most of the bytes.
+        """
+        axes = tuple(axis for axis in RULES.get(name, ()) if axis in self.mesh.shape)
+        if self.hops and name == "embed":
+            return tuple(sorted(axes, key=lambda axis: axis not in self._closed))
+        return axes
+
+    @functools.cached_property
+    def _closed(self) -> frozenset[str]:
+        """Axes of the mesh along which the last device is beside the first."""
+        devices, axes = self.mesh.devices, self.mesh.axis_names
+        return frozenset(a for i, a in enumerate(axes) if is_closed(devices, i))
 
     def mesh_axes(self, name: str | None, size: int) -> tuple[str, ...]:
         """Returns the mesh axes over which an axis of this name and size is sharded.
@@ -253,12 +264,25 @@ class Partition:
 
         axis: number of the axis named "embed"; size: its length in the whole array.
         """
-        axes = self.mesh_axes("embed", size)
+        way = self._way(axis, size, dtype)
         # Varied first: gradients are scattered, and then only shards of them summed
         # over the mesh axes that hold copies.
         shard = self.vary(shard.astype(jnp.float32))
-        stages = self._stages(axes)
-        return _gather(shard, stages, axis, dtype) if stages else shard
+        return gather(shard, way) if way.stages else shard
+
+    def multiplier(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> jax.Array | Callable[[jax.Array, int], jax.Array]:
+        """Does so for one product; may return what makes it, of x and inputs."""
+        way = self._way(axis, size, dtype)
+        if not (self.hops and way.stages):
+            return self.gather(shard, axis, size, dtype)
+        shard = self.vary(shard.astype(jnp.float32))
+        return lambda x, inputs: multiply(x, shard, way, inputs)
+
+    def _way(self, axis: int, size: int, dtype: jnp.dtype) -> Way:
+        stages = self._stages(self.mesh_axes("embed", size))
+        return Way(stages, axis, dtype, self.hops)
 
     def _stages(self, axes: tuple[str, ...]) -> Stages:
         """Returns the collectives in which these axes are scattered, one after another.
@@ -339,6 +363,8 @@ class StationaryPartition(Partition):
     ) -> jax.Array:
         return shard
 
+    multiplier = gather
+
     def vary(self, x: jax.Array, but: Sequence[str | None] = ()) -> jax.Array:
         return x
 
@@ -353,46 +379,3 @@ class StationaryPartition(Partition):
 
     def shards(self, axes: tuple[str, ...] | str) -> int:
         return 1 if isinstance(axes, str) else super().shards(axes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(shard: jax.Array, stages: Stages, axis: int, dtype: jnp.dtype) -> jax.Array:
-    """Gathers shards of mesh axes, rounded to `dtype` before they travel."""
-    whole = shard.astype(dtype)
-    for name, groups in reversed(stages):
-        whole = jax.lax.all_gather(
-            whole, name, axis=axis, axis_index_groups=groups, tiled=True
-        )
-    return whole.astype(shard.dtype)
-
-
-def _gather_forward(shard, stages, axis, dtype):
-    return _gather(shard, stages, axis, dtype), None
-
-
-def _scatter_gradient(stages, axis, dtype, _, gradient):
-    """Scatters it unrounded, unlike the gradient of the conversion to `dtype`."""
-    for name, groups in stages:
-        gradient = _scatter(gradient, axis, name, groups)
-    return (gradient,)
-
-
-def _scatter(x: jax.Array, axis: int, name: str, groups: Groups | None) -> jax.Array:
-    """Sums x over devices; returns this device's part along an axis.
-
-    As (parts, …, minor), of two axes after the first: of more, along another axis, or
-    for some lengths, XLA makes an all-reduce of it, twice the bytes. Parts that do not
-    fill a TPU's sublanes stay as they are: to cut them off would copy all of x.
-    """
-    parts = len(groups[0]) if groups else jax.lax.axis_size(name)
-    if x.shape[axis] // parts % SUBLANES:
-        return jax.lax.psum_scatter(
-            x, name, scatter_dimension=axis, axis_index_groups=groups, tiled=True
-        )
-    x = jnp.moveaxis(x, axis, 0)
-    split = x.reshape(parts, -1, *x.shape[1:][-1:])
-    mine = jax.lax.psum_scatter(split, name, axis_index_groups=groups)
-    return jnp.moveaxis(mine.reshape(-1, *x.shape[1:]), 0, axis)
-
-
-_gather.defvjp(_gather_forward, _scatter_gradient)

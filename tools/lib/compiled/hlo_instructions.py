@@ -10,7 +10,9 @@ TRANSFER = "collective-permute"
 """The collective of a ring step, from neighbour to neighbour."""
 
 SHIFT = "permute"
-"""A collective-permute that JAX did not ask for: a part of a scatter that XLA cut."""
+"""A collective-permute of parameters, or of a part of a scatter that XLA cut."""
+
+_OF_RING = re.compile(r'op_name="(?![^"]*\bparameters\)*/ppermute)')
 
 _KERNEL = re.compile(r"flash_(forward|backward)")
 _PALLAS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu|triton)')
@@ -76,7 +78,7 @@ def read_instruction(operation: Operation, devices: int) -> Instruction | None:
     if kind not in COLLECTIVES:
         return None
     group = 0 if phase == "done" else _group(kind, rest, devices)
-    if kind == TRANSFER and phase != "done" and "op_name=" not in rest:
+    if kind == TRANSFER and phase != "done" and not _OF_RING.search(rest):
         kind = SHIFT
     size = 0 if phase == "start" else _size(operation.results)
     return Instruction(name, kind, phase, first, size, group)

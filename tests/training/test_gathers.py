@@ -1,0 +1,153 @@
+"""Parameters that travel in permutes, against XLA's gathers and scatters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels import chips
+from kernels.compiler import compiler_options
+from kernels.ring import torus
+from tests.cases.attention import QUICK
+from tests.small.models import Run, assert_same, partition_of, run_on
+from tools.lib.compiled.hlo import Program
+from tools.lib.compiled.pods import aot_pod, compile_for
+from tools.lib.planning.estimate import synchronous_seconds
+from tools.lib.planning.plan import kinds
+from tools.lib.planning.roofline import Roofline
+from training.mesh import MeshShape, Partition, make_mesh
+from training.overlap import hops_hide
+
+EMBED = 48
+WEIGHTS = {
+    "rows": (("embed", None), 1, (EMBED, 6)),
+    "columns": ((None, "embed"), 1, (6, EMBED)),
+    "into_heads": (("embed", None, None), 1, (EMBED, 2, 3)),
+    "of_heads": ((None, None, "embed"), 2, (2, 3, EMBED)),
+}
+"""Names of a weight's axes, how many of them are inputs, and its shape."""
+
+
+def product(partition, x, shard, axis, inputs):
+    size = shard.shape[axis] * partition.shards("embed")
+    whole = partition.multiplier(shard, axis, size, x.dtype)
+    if callable(whole):
+        return whole(x, inputs)
+    axes = [*range(-inputs, 0)], [*range(inputs)]
+    return jnp.tensordot(x, whole.astype(x.dtype), axes)
+
+
+def slopes(partition: Partition, name: str, rng: np.random.Generator) -> list:
+    """Product with a weight, and the slopes of both; every device has its own rows."""
+    names, inputs, shape = WEIGHTS[name]
+    axis, devices = names.index("embed"), P(partition.mesh.axis_names)
+    sides = shape[:inputs], shape[inputs:]
+    x, dy = (rng.standard_normal((24, 5, *side), np.float32) for side in sides)
+    shard = partition.spec(names, shape)
+
+    def local(x, w, dy):
+        def run(x, w):
+            return product(partition, x, w, axis, inputs)
+
+        y, pull = jax.vjp(run, partition.vary(x), w)
+        return y, *pull(partition.vary(dy))
+
+    run = jax.shard_map(
+        local,
+        mesh=partition.mesh,
+        in_specs=(devices, shard, devices),
+        out_specs=(devices, devices, shard),
+    )
+    w = rng.standard_normal(shape, np.float32)
+    return jax.device_get(jax.jit(run, compiler_options=QUICK)(x, w, dy))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(
+    "mesh, is_torus",
+    [({"ring": 8}, True), ({"fsdp": 2, "ring": 4}, False), ({"ring": 3}, False)],
+    ids=str,
+)
+def test_hops_give_what_collectives_do(mesh, is_torus, name, rng, monkeypatch):
+    """Along any axis; over pairs of a torus, two axes, and an odd number of devices."""
+    if is_torus:
+        monkeypatch.setattr(torus, "place", lambda device: divmod(device.id, 4))
+        monkeypatch.setattr("training.mesh.MOST_SCATTERED", 4)
+    seed = int(rng.integers(2**31))
+    got, want = (
+        slopes(partition_of(MeshShape(**mesh), hops), name, np.random.default_rng(seed))
+        for hops in (True, False)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize("chunk", [0, 6])
+@pytest.mark.parametrize("family", ["llama", "every_part"])
+def test_a_model_whose_parameters_hop_has_the_same_gradients(family, chunk):
+    """Its feed-forward at once, or in chunks, whose gradients add up first."""
+    fields = {"family": family, "feed_forward_chunk_tokens": chunk}
+    shape = MeshShape(fsdp=2, ring=4)
+    hopping = Run(shape, "striped", hops=True, **fields)
+    text = hopping.program.as_text()
+    assert " collective-permute" in text
+    assert " all-gather(" not in text and " reduce-scatter(" not in text
+    (loss, got), (wanted_loss, wanted) = (
+        run.answer() for run in (hopping, run_on(shape, "striped", **fields))
+    )
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    assert_same(got, wanted, 1e-5)  # as on any other mesh
+
+
+def test_hops_are_taken_where_they_hide_and_collectives_do_not():
+    found = {chip.name for chip in chips.CHIPS if hops_hide(chip, 4096)}
+    assert found == {"TPU v5e"}
+    assert not any(hops_hide(chip, 2048) for chip in [None, *chips.CHIPS])
+
+
+@pytest.mark.thorough
+def test_scatters_hide_behind_the_products_that_make_them():
+    """Compiled for a v5e, 4 Ki tokens a chip: two products and their slopes."""
+    pod, tokens, (embed, wide) = aot_pod("v5e:2x4"), 4096, (1024, 2048)
+    mesh = make_mesh(MeshShape(fsdp=2, ring=4), pod.devices)
+    rows = P(mesh.axis_names)
+
+    def waited(hops: bool) -> dict[str, tuple[float, float]]:
+        """Returns bytes sent and waited for, by kind of collective."""
+        partition = Partition(mesh, hops)
+
+        def loss(x, first, second):
+            y = jax.nn.silu(product(partition, x, first, 0, 1))
+            return jnp.square(product(partition, y, second, 1, 1)).sum()
+
+        names = ("embed", None), (None, "embed")
+        shapes = (tokens * mesh.size, embed), (embed, wide), (wide, embed)
+        specs = rows, *map(partition.spec, names, shapes[1:])
+        run = jax.shard_map(
+            jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs
+        )
+        arguments = [
+            jax.ShapeDtypeStruct(
+                shape, "float32" if n else "bfloat16", sharding=NamedSharding(mesh, s)
+            )
+            for n, (shape, s) in enumerate(zip(shapes, specs, strict=True))
+        ]
+        options = compiler_options(pod.devices[0].device_kind)
+        run = jax.jit(run, compiler_options=options)
+        program = Program.parse(compile_for(mesh, run, *arguments).as_text(), mesh.size)
+        moved = program.collectives()
+        known = synchronous_seconds(moved, pod.chip)
+        beside = Roofline(program, pod.chip, known).beside
+        found = kinds(moved, beside, pod.chip)
+        return {kind.name: (kind.bytes_sent, kind.exposed_bytes) for kind in found}
+
+    size = 7 / 8 * embed * wide
+    before, after = waited(False), waited(True)
+    assert before["reduce-scatter"] == (2 * 4 * size, 2 * 4 * size)
+    ((sent, exposed),) = after.values()  # permutes alone
+    assert sent == 2 * (4 + 2) * size
+    # The first gather has nothing beside it, nor has the last hop of a scatter.
+    assert exposed < 0.4 * sent

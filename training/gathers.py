@@ -1,0 +1,228 @@
+"""Gathers of parameters' shards, and scatters of their gradients, over mesh axes.
+
+A scatter can be permutes, from neighbour to neighbour: they run beside products, where
+XLA for v4 and v5e waits for every reduce-scatter.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels.ring.torus import Groups
+
+Stages = tuple[tuple[str, Groups | None], ...]
+"""Axes of a mesh, and which of their devices take part in a collective together."""
+
+SUBLANES = 8
+"""Rows that a TPU stores together: arrays are padded to a multiple of these."""
+
+SCOPE = "parameters"
+"""Name in a program of permutes of parameters, apart from those of a ring."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a parameter's shards are gathered, and its gradients scattered.
+
+    stages: scattered one after another; gathers go the other way.
+    axis: of the parameter, along which it is sharded. dtype: in which it travels.
+    hops: whether it travels in permutes, which run beside products.
+    """
+
+    stages: Stages
+    axis: int
+    dtype: jnp.dtype
+    hops: bool = False
+
+    def whole(self, shard: jax.Array) -> jax.Array:
+        """Gathers a parameter, rounded before it travels."""
+        whole = shard.astype(self.dtype)
+        for name, groups in reversed(self.stages):
+            if self.hops:
+                whole = _gather_by_hops(whole, self.axis, Line(name, groups))
+            else:
+                whole = lax.all_gather(
+                    whole, name, axis=self.axis, axis_index_groups=groups, tiled=True
+                )
+        return whole
+
+    def scatter(self, gradient: jax.Array, done: int = 0) -> jax.Array:
+        """Sums a gradient over devices; returns this device's part.
+
+        done: stages that it has passed.
+        """
+        for name, groups in self.stages[done:]:
+            if self.hops:
+                gradient = _scatter_by_hops(gradient, self.axis, Line(name, groups))
+            else:
+                gradient = _scatter(gradient, self.axis, name, groups)
+        return gradient
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather(shard: jax.Array, way: Way) -> jax.Array:
+    """Gathers a parameter; its gradient is scattered unrounded, in float32."""
+    return way.whole(shard).astype(shard.dtype)
+
+
+gather.defvjp(
+    lambda shard, way: (gather(shard, way), None),
+    lambda way, _, gradient: (way.scatter(gradient),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def multiply(x: jax.Array, shard: jax.Array, way: Way, inputs: int) -> jax.Array:
+    """Multiplies x with a parameter, over its first axes and the last of x.
+
+    Its gradient travels between pieces of the products that make it and x's: in each
+    hop what is sent and what is computed wait for each other, as XLA would compute all
+    of the gradient before the first hop.
+
+    shard: of the parameter. inputs: the axes that are summed over.
+    """
+    return _forward(x, shard, way, inputs)[0]
+
+
+def _forward(x, shard, way, inputs):
+    whole = way.whole(shard)
+    y = jnp.tensordot(x, whole, ([*range(-inputs, 0)], [*range(inputs)]))
+    return y, (x, whole)
+
+
+def _backward(way, inputs, residuals, dy):
+    x, whole = residuals
+    operands = (
+        x.reshape(-1, *x.shape[x.ndim - inputs :]),
+        dy.reshape(-1, *whole.shape[inputs:]),
+    )
+    line = Line(*way.stages[0])
+    side = int(way.axis >= inputs)  # of the operands, the one that is cut
+    along = 1 + way.axis - side * inputs
+    rows = -(-len(operands[0]) // line.rounds)
+
+    def compute(operands: Sequence[jax.Array], hops: Sequence[int], number: int):
+        """Returns the gradient's parts for devices, and some rows of x's gradient."""
+        pair = list(operands)
+        cut = [line.part(pair[side], along, hop) for hop in hops]
+        pair[side] = jnp.concatenate(cut, along)
+        parts = jnp.tensordot(*pair, (0, 0), preferred_element_type=jnp.float32)
+        dy = operands[1][number * rows :][: rows * (number >= 0)]
+        axes = [*range(1, dy.ndim)], [*range(inputs, whole.ndim)]
+        return jnp.split(parts, len(hops), way.axis), jnp.tensordot(dy, whole, axes)
+
+    gradient, dx = _reduce(operands, compute, line, is_held=True)
+    dx = jnp.concatenate(dx).reshape(x.shape).astype(x.dtype)
+    return dx, way.scatter(gradient, done=1)
+
+
+multiply.defvjp(_forward, _backward)
+
+
+class Line:
+    """Devices of a mesh axis, or of each of its groups, each the next one's neighbour.
+
+    Arrays go half of the way round forwards, and half backwards.
+    """
+
+    def __init__(self, name: str, groups: Groups | None):
+        self.name = name
+        self.groups = groups or (tuple(range(lax.axis_size(name))),)
+        self.size = len(self.groups[0])
+        self.number = lax.axis_index(name)
+        if groups:
+            ranks = {i: rank for line in groups for rank, i in enumerate(line)}
+            self.number = jnp.array([ranks[i] for i in sorted(ranks)])[self.number]
+        self.hops = {1: self.size // 2, -1: (self.size - 1) // 2}
+        self.rounds = self.hops[1]
+
+    def send(self, x: jax.Array, sign: int) -> jax.Array:
+        """Hands x on to the next device, or to the one before (sign -1)."""
+        pairs = [
+            (line[i], line[(i + sign) % self.size])
+            for line in self.groups
+            for i in range(self.size)
+        ]
+        with jax.named_scope(SCOPE):
+            return lax.ppermute(x, self.name, pairs)
+
+    def part(self, x: jax.Array, axis: int, hops: int) -> jax.Array:
+        """Returns the part of x of the device that is so many hops away."""
+        rows = x.shape[axis] // self.size
+        place = (self.number + hops) % self.size * rows
+        return lax.dynamic_slice_in_dim(x, place, rows, axis)
+
+
+def _reduce(
+    operands: Any, compute: Callable, line: Line, is_held: bool
+) -> tuple[jax.Array, list]:
+    """Sums what devices compute for each other, on its way from one to the next.
+
+    compute: (operands, hops, number of the round or -1) to the parts of the devices so
+      many hops away, and something else to compute beside the transfers of a round.
+    is_held: whether transfers and computations of a round wait for each other, as XLA
+      would compute all before the first transfer.
+
+    Returns:
+      This device's sum, and what else was computed, by round.
+    """
+    hold = lax.optimization_barrier if is_held else lambda x: x
+    signs = [sign for sign, hops in line.hops.items() if hops]
+    parts, _ = compute(operands, [sign * line.hops[sign] for sign in signs], -1)
+    sent, arrived, others = dict(zip(signs, parts, strict=True)), [], []
+    for number in range(line.rounds):
+        operands, sent = hold((operands, sent))
+        moved = {sign: line.send(x, sign) for sign, x in sent.items()}
+        left = {sign: line.hops[sign] - number - 1 for sign in sent}
+        arrived += [moved.pop(sign) for sign, hops in left.items() if not hops]
+        wanted = [sign * left[sign] for sign in moved] or [0]
+        computed = compute(operands, wanted, number)
+        moved, arrived, (parts, other) = hold((moved, arrived, computed))
+        sent = {s: x + y for (s, x), y in zip(moved.items(), parts, strict=False)}
+        others.append(other)
+    return sum(arrived, *parts), others
+
+
+def _scatter_by_hops(x: jax.Array, axis: int, line: Line) -> jax.Array:
+    """Sums x over devices in hops; returns this device's part along an axis."""
+
+    def compute(x: jax.Array, hops: Sequence[int], _: int) -> tuple[list, None]:
+        return [line.part(x, axis, hop) for hop in hops], None
+
+    return _reduce(x, compute, line, is_held=False)[0]
+
+
+def _gather_by_hops(shard: jax.Array, axis: int, line: Line) -> jax.Array:
+    """Gathers shards along an axis in hops."""
+    rows = shard.shape[axis]
+    whole = jnp.concatenate([shard] * line.size, axis)
+    for sign, count in line.hops.items():
+        part = shard
+        for hop in range(1, count + 1):
+            part = line.send(part, sign)
+            place = (line.number - sign * hop) % line.size * rows
+            whole = lax.dynamic_update_slice_in_dim(whole, part, place, axis)
+    return whole
+
+
+def _scatter(x: jax.Array, axis: int, name: str, groups: Groups | None) -> jax.Array:
+    """Sums x over devices; returns this device's part along an axis.
+
+    As (parts, …, minor), of two axes after the first: of more, along another axis, or
+    for some lengths, XLA makes an all-reduce of it, twice the bytes. Parts that do not
+    fill a TPU's sublanes stay as they are: to cut them off would copy all of x.
+    """
+    parts = len(groups[0]) if groups else lax.axis_size(name)
+    if x.shape[axis] // parts % SUBLANES:
+        return lax.psum_scatter(
+            x, name, scatter_dimension=axis, axis_index_groups=groups, tiled=True
+        )
+    x = jnp.moveaxis(x, axis, 0)
+    split = x.reshape(parts, -1, *x.shape[1:][-1:])
+    mine = lax.psum_scatter(split, name, axis_index_groups=groups)
+    return jnp.moveaxis(mine.reshape(-1, *x.shape[1:]), 0, axis)
