@@ -129,12 +129,13 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
 
 
 def check_trees(config: ConfigDict, trees: str) -> None:
-    """Refuses masks with windows, which would count branches beside a token's own.
+    """Refuses windows and states, which would go through branches beside a token's own.
 
     trees: what has them, for messages.
 
     Raises:
-      ValueError: the mask is not causal, or layers have a window shorter than a row.
+      ValueError: the mask is not causal, layers have a window shorter than a row, or
+        Gated DeltaNet.
     """
     window, tokens = config.model.window, config.data.context_tokens
     wrong = ""
@@ -142,6 +143,8 @@ def check_trees(config: ConfigDict, trees: str) -> None:
         wrong = f'{config.mask=} must be "causal"'
     elif 0 < window < tokens:
         wrong = f"{config.model.window=} must be 0, or at least {tokens} as a row"
+    elif config.model.delta_convolution:
+        wrong = "layers with Gated DeltaNet read one text in its order"
     if wrong:
         raise ValueError(
             f"{wrong}, with trees of {trees}: prepare_chat --apart makes documents"

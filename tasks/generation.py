@@ -98,8 +98,8 @@ def generator(
     has_state = sizes.delta_convolution > 0
     if has_state and samples > 1:
         raise ValueError(
-            f"{samples=} must be 1 with Gated DeltaNet, whose state is of one text: ask "
-            "again with another --seed"
+            f"{samples=} must be 1 with Gated DeltaNet, whose state is of one text: "
+            "ask again with another --seed"
         )
     members = partition.shards("sequence")  # that share out the cache
     # Runs of the shortest rows hold what Gated DeltaNet's convolution reads.

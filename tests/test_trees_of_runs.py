@@ -141,6 +141,10 @@ def test_trees_have_the_losses_and_gradients_of_documents(
             {"mask": "window(9)"},
             r"mask='window\(9\)' must be \"causal\", with trees of ",
         ),
+        (
+            {"model__delta_convolution": 4},
+            "layers with Gated DeltaNet read one text in ",
+        ),
         ({"model__window": 159}, "window=159 must be 0, or at least 160 .* --apart"),
     ],
 )
