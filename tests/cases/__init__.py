@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,18 +23,22 @@ def pairs(name: str, kind: str = "") -> list[tuple[str, str]]:
     return [tuple(line.removeprefix(before).split(" => ", 1)) for line in chosen]
 
 
-def table(name: str, kind: str) -> list[tuple]:
-    """Returns a kind's cases: values as in Python, and behind an arrow what is said."""
+def table(name: str, kind: str, **names: Any) -> list[tuple]:
+    """Returns a kind's cases: values as in Python, and behind an arrow what is said.
+
+    names: that the values may have.
+    """
     found = (line.split(" ", 1) for line in lines(name))
     rows = [rest.split(" => ", 1) for before, rest in found if before == kind]
     assert rows or kind.startswith("slow-"), f"{name} has no case of {kind}"
-    return [(*eval(f"({values},)", NUMBERS), *said) for values, *said in rows]
+    known = NUMBERS | names
+    return [(*eval(f"({values},)", known), *said) for values, *said in rows]
 
 
-def in_tiers(name: str, kind: str) -> list:
+def in_tiers(name: str, kind: str, **names: Any) -> list:
     """Returns the cases of a kind, and those of `slow-KIND`, marked as slow."""
     return [
         pytest.param(*case, marks=marks)
         for which, marks in ((kind, ()), (f"slow-{kind}", pytest.mark.slow))
-        for case in table(name, which)
+        for case in table(name, which, **names)
     ]

@@ -18,6 +18,7 @@ from kernels import backends as backend
 from kernels import masks
 from kernels.masks import Visible
 from kernels.one_device import attention, attention_with_lse
+from tests.cases import in_tiers
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     FLOAT32_TOLERANCE,
@@ -46,10 +47,6 @@ def each_of(names: Iterable[str], *others: str) -> pytest.MarkDecorator:
         pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names
     ]
     return pytest.mark.parametrize("implementation", marked)
-
-
-def in_slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 each_implementation = each_of(backend.IMPLEMENTATIONS)
@@ -302,21 +299,7 @@ DIGITS = {jnp.float32: 1e-5, jnp.float16: 5e-4, jnp.bfloat16: 1e-2}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name, dtype, scale",
-    [
-        ("reference", jnp.float16, 1e-5),
-        ("blockwise", jnp.float16, 1e-5),
-        in_slow("triton", jnp.float16, 1e-5),
-        in_slow("hopper", jnp.float16, 1e-5),
-        in_slow("hopper_deterministic", jnp.float16, -1e-5),
-        ("pallas_tpu", jnp.float32, -1e-37),
-        in_slow("pallas_tpu", jnp.bfloat16, 1e-44),
-        in_slow("triton", jnp.float32, 1e-37),
-        in_slow("blockwise", jnp.float32, -1e-44),
-        in_slow("hopper", jnp.bfloat16, -1e-37),
-        in_slow("hopper", jnp.bfloat16, 1e-44),
-        in_slow("hopper_deterministic", jnp.bfloat16, 1e-37),
-    ],
+    "name, dtype, scale", in_tiers("kernels.txt", "scales", jnp=jnp)
 )
 def test_small_scales_cost_no_digits(name, dtype, scale, rng):
     """Errors of dq and dk are relative to gradients as small as the scale."""

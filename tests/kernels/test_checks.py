@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from kernels.backends.triton_gpu.block_sizes import TritonBlocks
 from kernels.checks import check_increasing
 from kernels.masks import Visible
 from kernels.one_device import attention
+from tests.cases import table
 
 X = jnp.ones((2, 8, 4, 6))
 FIT = (2, 8, 4, 6), (2, 8, 2, 6), (2, 8, 2, 6)
@@ -44,50 +44,15 @@ def seen(*shapes: tuple[int, ...], array=jnp.zeros, dtype=np.int32) -> dict:
     return {"visible": Visible(*(array(shape, dtype) for shape in shapes))}
 
 
-def wrong_arguments():
-    """Of `attention`, all others being X, and what it says."""
-    yield shaped(of="q"), r"must be \(B, T, H, D\).*q.shape=\(8, 4, 6"
-    yield shaped(of="v"), r"must be \(B, T, H, D\)"
-    yield shaped(1, 9, of="v"), "k and v must have one shape"
-    yield shaped(0, 3, of="kv"), "batch and head size.*must agree"
-    yield shaped(3, 5, of="kv"), "batch and head size.*must agree"
-    yield shaped(2, 3, of="kv"), "H=4 must be a multiple of .*K=3, got"
-    for axis, of in (2, "kv"), (1, "q"), (1, "kv"), (3, "qkv"), (2, "q"), (0, "qkv"):
-        yield shaped(axis, 0, of=of), "must not be empty, got q.shape"
-    yield typed("bfloat16", "float32", "float32"), "got bfloat16, float32.*cast"
-    yield typed("float32", "float32", "bfloat16"), "one type, got float32, float32, bfl"
-    for name in "int32", "float8_e4m3fn":
-        yield typed(*[name] * 3), f"float16, .* or float64, got {name}"
-    yield {"k": X.tolist(), "v": []}, "must be arrays, got ArrayImpl, list, list"
-    wrong = [(1, 7)] * 2, [(3, 8)] * 2, [(1, 8), (2, 8)], [(8,)] * 2
-    for shapes in *wrong, [(2, 3, 8)] * 2, [(0, 1, 8)] * 2, [(2, 1, 8), (1, 1, 8)]:
-        words = re.escape(f"k_start.shape={shapes[0]} and k_end.shape={shapes[1]}")
-        yield seen(*shapes), r"\(B, T\) or \(1, T\).*" + words
-    for name in "float32", "bool", "uint8", "uint32", "uint64":
-        of_numpy = seen(*[(1, 8)] * 2, array=np.zeros, dtype=name)
-        yield of_numpy, f"signed integers.*{name}"
-        of_jax = Visible(*map(jnp.asarray, of_numpy["visible"]))
-        yield {"visible": of_jax}, f"signed integers.*{of_jax.k_end.dtype}"
-    yield {"visible": masks.causal}, r"as causal\(\) with its parentheses.*got causal"
-    yield {"visible": np.ones((8, 8), bool)}, "must be a mask.*got ndarray"
-    yield {"visible": None}, "must be a mask.*got NoneType"
-    lists = Visible([[0] * 8], [[8] * 8])
-    yield {"visible": lists}, "Visible of two arrays, got Visible"
-    few = masks.documents(np.zeros(6, int))
-    yield {"visible": few}, "sequence of 8 tokens, got 6 ids"
-    for scale in np.nan, np.inf, -1e39, True, "large", "1", 1j, np.array([0.3]):
-        yield {"scale": scale}, "scale must be one finite number.*known"
-    for cap in 0, -1.0, np.inf, np.nan, 1e39, 1e-39, True, "x", "30", [30.0]:
-        got = re.escape(str(cap))
-        yield {"soft_cap": cap}, f"soft_cap must be one finite number above 0 .* {got}"
-    for shape, dtype in ((3,), "float32"), ((4, 1), "float32"), ((4,), "int32"):
-        words = rf"sinks must be .*\(4,\), one .* got {dtype} {re.escape(str(shape))}"
-        yield {"sinks": np.ones(shape, dtype)}, words
-    known = ".*".join(backends.IMPLEMENTATIONS)
-    yield {"implementation": "cudnn"}, f"implementation='cudnn' is not one of {known}"
+KNOWN = {"shaped": shaped, "typed": typed, "seen": seen, "masks": masks, "np": np}
+KNOWN |= {"jnp": jnp, "X": X, "ROW": [(1, 8)] * 2, "Visible": Visible}
+NAMED = ".*".join(backends.IMPLEMENTATIONS)
+UNKNOWN = {"implementation": "cudnn"}, f"'cudnn' is not one of {NAMED}"
 
 
-@pytest.mark.parametrize("wrong, words", list(wrong_arguments()))
+@pytest.mark.parametrize(
+    "wrong, words", [*table("kernels.txt", "attention", **KNOWN), UNKNOWN]
+)
 def test_wrong_arguments_are_refused(wrong, words):
     """Also where they are constants of a program."""
     arguments = dict.fromkeys("qkv", X) | wrong
@@ -210,32 +175,12 @@ def test_scale_that_is_traced_is_refused():
         jax.jit(lambda scale: attention(X, X, X, scale=scale))(0.3)
 
 
-TPU, TRITON = TPU_FORWARD["v5e"], TritonBlocks(64, 64, 4, 2)
+SIZES = {"BlockSizes": BlockSizes, "TPU": TPU_FORWARD["v5e"]}
+SIZES |= {"HOPPER": HopperBlocks(64, 2), "TRITON": TritonBlocks(64, 64, 4, 2)}
 
 
 @pytest.mark.parametrize(
-    "blocks, changes, words",
-    [
-        (BlockSizes(64, 64), {"block_q": 0}, "block_q=0.* integers from 1 on"),
-        (BlockSizes(64, 64), {"block_k": -1}, "block_k=-1.* integers from 1 on"),
-        (BlockSizes(64, 64), {"block_q": 64.0}, r"64\.0.* integers from 1 on"),
-        (BlockSizes(64, 64), {"block_k": True}, "True.* integers from 1 on"),
-        (TPU, {"rows": 100}, "powers of 2 from 128 on, got .*rows=100"),
-        (TPU, {"columns": 64}, "powers of 2 from 128 on, got .*columns=64"),
-        (TPU, {"live_columns": 0}, "from 128 on, got .*live_columns=0"),
-        (TPU, {"ahead": -1}, "ahead and behind must be at least 0, .*ahead=-1"),
-        (TPU, {"block_k": 0}, "block_k at least 1, got .*block_k=0"),
-        (
-            HopperBlocks(64, 2),
-            {"block_k": -64},
-            "multiple of 64, got .*=-64.*next is 64",
-        ),
-        (HopperBlocks(64, 2), {"stages": 1}, "at least 2, got .*stages=1"),
-        (TRITON, {"block_k": 48}, "powers of 2 from 16 on, got block_q=.*block_k=48"),
-        (TRITON, {"warps": 3}, "a power of 2 up to 32.*warps=3"),
-        (TRITON, {"stages": 0}, "stages at least 1.*stages=0"),
-    ],
-    ids=lambda x: str(x) if isinstance(x, dict) else None,
+    "blocks, changes, words", table("kernels.txt", "blocks", **SIZES)
 )
 def test_sizes_that_no_kernel_has_are_refused(blocks, changes, words):
     with pytest.raises(ValueError, match=words):

@@ -15,6 +15,7 @@ from kernels.decode_attention import CachedAttention
 from kernels.layouts import Contiguous
 from kernels.masks import Visible
 from kernels.ring.attend import Ring, attend
+from tests.cases import table
 from tests.cases.attention import QUICK
 
 LAYERS, BATCH, SLOTS, HEADS, KV_HEADS, DEPTH, NEW = 3, 2, 24, 4, 2, 8, 3
@@ -257,17 +258,7 @@ def test_what_would_be_written_in_part_or_elsewhere_is_refused(
         problem.attended(cached.attend, layer)
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"ring_axes": ("data",)}, "has no axis 'data': name the axis of"),
-        ({"ring_axes": ()}, "ring_axes must be at least one axis"),
-        ({"batch_axes": "data"}, r"batch_axes=\('data',\).*must be different axes"),
-        ({"head_axis": "ring"}, "head_axis='ring' must be different axes"),
-        ({"scale": np.inf}, "scale must be one finite number"),
-        ({"soft_cap": 0}, "soft_cap must be one finite number above 0"),
-    ],
-)
+@pytest.mark.parametrize("options, words", table("kernels.txt", "cache"))
 def test_a_cache_that_cannot_be_on_a_mesh_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         CachedAttention(mesh_of(4), **options)

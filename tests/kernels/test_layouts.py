@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels.layouts import Contiguous, Striped, Zigzag
+from tests.cases import table
 
 LAYOUTS = [Contiguous(), Striped(), Striped(3), Striped(4), Zigzag()]
 RING_SIZES = [1, 2, 3, 4, 5, 8]
@@ -157,30 +158,11 @@ def test_padded_length_is_the_smallest_that_the_layout_can_shard(kind, ring_size
         assert padded == length or length % divisor
 
 
-@pytest.mark.parametrize(
-    "use, words",
-    [
-        (
-            lambda: layout.order(Contiguous(), 4, 13),
-            "13 tokens does not.*: pad it to 16",
-        ),
-        (lambda: layout.order(Striped(3), 4, 13), "into 4 shards of .*: pad it to 24"),
-        (lambda: layout.check_length(Zigzag(), 4, 12), "12 tokens .* pad it to 16"),
-        (lambda: Striped(0), "granule=0 must be at least 1"),
-        (lambda: Striped(2.5), "granule must be a whole number.*got 2.5"),
-        (lambda: Striped(True), "granule must be a whole number.*got True"),
-        (lambda: layout.order(Striped(), 0, 10), "ring_size=0 must be at least 1"),
-        (lambda: layout.order(Striped(), -2, 10), "ring_size=-2 must be at least 1"),
-        (lambda: layout.order(Striped(), 2.0, 10), "size must be a whole.*got 2.0"),
-        (lambda: layout.order(Striped(), 2, -4), "length=-4 must be at least 0"),
-        (lambda: layout.permute(np.ones((1, 8)), "striped", 2), "got 'striped'"),
-        (lambda: layout.permute(np.zeros((1, 13)), Contiguous(), 4), "pad it to 16"),
-        (lambda: layout.unpermute(np.zeros((1, 13)), Contiguous(), 4), "pad it to 16"),
-        (lambda: layout.permute(np.ones(8), Striped(), 2), r"\(8,\): give axis=0"),
-        (lambda: layout.unpermute(np.ones((1, 8)), Striped(), 2, -3), "axis=-3 must"),
-        (lambda: layout.order(Striped, 2, 8), r"as Striped\(\).*got <class"),
-    ],
-)
+KNOWN = {"layout": layout, "np": np, "Contiguous": Contiguous, "Striped": Striped}
+KNOWN |= {"Zigzag": Zigzag}
+
+
+@pytest.mark.parametrize("use, words", table("kernels.txt", "layouts", **KNOWN))
 def test_wrong_layouts_rings_and_lengths_are_refused(use, words):
     with pytest.raises(ValueError, match=words):
         use()

@@ -11,6 +11,7 @@ import pytest
 
 from kernels import masks, trees
 from kernels.masks import Visible
+from tests.cases import table
 from tests.cases.unions import shown_in_tree
 
 QUERIES = 23
@@ -180,49 +181,11 @@ def test_ids_and_lengths_that_are_traced_are_trusted():
 
 HUGE = 2**40
 DECREASING = [[0, 0, 1, 1, 2], [3, 4, 7, 5, 5]]
-ROWS_OF_FOUR = np.array([3, 1, 2, 4])
+KNOWN = {"masks": masks, "np": np, "jnp": jnp, "int": int, "HUGE": HUGE, "IDS": IDS}
+KNOWN |= {"INDEX": INDEX, "LENGTHS": LENGTHS, "DECREASING": DECREASING}
 
 
-@pytest.mark.parametrize(
-    "build, words",
-    [
-        (lambda: masks.window(0), "window size=0 must be at least 1"),
-        (lambda: masks.window(-3), "window size=-3 must be at least 1"),
-        (lambda: masks.window(2.5), "window size must be a whole number.*got 2.5"),
-        (lambda: masks.window(True), "window size must be a whole number.*got True"),
-        (lambda: masks.window(np.nan), "window size must be a whole number.*got nan"),
-        (lambda: masks.prefix(-1), "prefix length=-1 must be at least 0"),
-        (lambda: masks.prefix(LENGTHS - 9), "prefix length=-4 must be at least 0"),
-        (lambda: masks.prefix(7.5), "prefix length must be a whole number.*got 7.5"),
-        (lambda: masks.padding(-3), "padding real_length=-3 must be at least 0"),
-        (lambda: masks.padding(7.5), "real_length must be a whole number.*got 7.5"),
-        (lambda: masks.padding(ROWS_OF_FOUR), r"B, 1\).*\(4,\).*lengths\[:, None"),
-        (lambda: masks.padding(np.uint8(LENGTHS)), "signed integers, got uint8"),
-        (lambda: masks.padding(jnp.float32(LENGTHS)), "signed integers, got float32"),
-        *(
-            (
-                lambda build=build, of=of: build(of(DECREASING)),
-                "row 1 has 7 at 2 and 5 a",
-            )
-            for build in (masks.documents, masks.segments)
-            for of in (np.asarray, jnp.asarray)
-        ),
-        (lambda: masks.documents(np.zeros((), int)), r"\(B, T\), got ids.shape=\(\)"),
-        (lambda: masks.documents(IDS[None]), r"\(T,\) or \(B, T\), got ids.shape="),
-        (lambda: masks.segments(IDS + 0.5), "ids must be integers, got float64"),
-        (lambda: masks.documents(np.array([0, np.nan, 1])), "must be integers, got fl"),
-        (lambda: masks.documents(IDS > 0), "ids must be integers, got bool"),
-        (lambda: masks.causal()(np.uint32(INDEX), 30), "signed integers, got uint32"),
-        (lambda: masks.causal()(np.float32(INDEX), 30), "signed integers, got float32"),
-        (lambda: masks.causal()([0, 1], 30), r"\(T,\) or \(B, T\), got list \(2,\)"),
-        (lambda: masks.causal()(INDEX[None, None], 30), r"got ndarray \(1, 1, 23\)"),
-        (lambda: masks.causal()(INDEX, 2.5), "key_length must be a whole.*got 2.5"),
-        (lambda: masks.causal()(INDEX, -3), "key_length=-3 must be at least 0"),
-        (lambda: masks.documents(IDS)(INDEX - 1, 30), "index=-1 must be at least 0"),
-        (lambda: masks.causal() & masks.causal, "must join two masks.*got causal$"),
-        (lambda: masks.causal & masks.causal(), "must join two masks.*got causal$"),
-    ],
-)
+@pytest.mark.parametrize("build, words", table("kernels.txt", "masks", **KNOWN))
 def test_wrong_arguments_are_refused_in_a_line(build, words):
     with pytest.raises(ValueError, match=words) as caught:
         build()
@@ -243,19 +206,7 @@ def test_ids_that_do_not_cover_the_sequence_are_refused(build, index, array):
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize(
-    "name, mask",
-    [
-        ("causal", masks.window(2**31)),
-        ("causal", masks.window(HUGE)),
-        ("full", masks.prefix(HUGE)),
-        ("full", masks.prefix(np.array([[HUGE]]))),
-        ("causal", masks.causal() & masks.padding(HUGE)),
-        ("causal", masks.causal() & masks.padding(np.array([[HUGE]]))),
-        ("documents", masks.documents(np.int64(IDS) + HUGE)),
-        ("documents", masks.documents(np.uint64(np.int64(IDS) + HUGE))),
-    ],
-)
+@pytest.mark.parametrize("name, mask", table("kernels.txt", "beyond", **KNOWN))
 def test_numbers_beyond_any_index_do_not_wrap_around(name, mask, array):
     for dtype in np.int8, np.int32:
         visible = mask(array(INDEX.astype(dtype)), TOKENS)

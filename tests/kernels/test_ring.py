@@ -21,6 +21,7 @@ from kernels.ring import backward as ring_backward
 from kernels.ring import comm as ring_comm
 from kernels.ring import routes
 from kernels.ring_attention import make_ring_attention
+from tests.cases import table
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
@@ -161,45 +162,13 @@ def test_ring_longer_than_it_is_unrolled_matches_one_device(rng):
     assert_as_on_one_device(rng, case, reference, make=one_device_ring)
 
 
-MESHES = {
-    "batch over two axes, heads over tensor": (
-        {"data": 2, "fsdp": 1, "ring": 2, "tensor": 2},
-        {"keep_tail": True},
-    ),
-    "the batch over what the ring leaves": (
-        {"data": 2, "fsdp": 2},
-        {"ring_axes": "fsdp"},
-    ),
-    "a ring of two axes": (
-        {"outer": 2, "inner": 2},
-        {"ring_axes": ("outer", "inner"), "layout": layout.Zigzag()},
-    ),
-    "heads that are not sharded": ({"ring": 2, "tensor": 2}, {"head_axis": ()}),
-    "heads over ulysses and tensor": (
-        {"ring": 2, "ulysses": 2, "tensor": 2},
-        {"ulysses_axis": "ulysses", "keep_tail": True},
-    ),
-    "ulysses without a ring": (
-        {"ulysses": 4},
-        {"ulysses_axis": "ulysses", "ring_axes": ()},
-    ),
-    "no ring": ({"data": 2}, {"ring_axes": (), "implementation": "blockwise"}),
-    "zigzag and a cap": (
-        {"data": 2, "ring": 2, "tensor": 2},
-        {"layout": layout.Zigzag(), "soft_cap": 1.2},
-    ),
-}
-"""Axes, the first of them explicit, and options."""
-
-
 @pytest.mark.thorough(quick=2)
-@pytest.mark.parametrize("name", MESHES)
-def test_ring_over_part_of_a_mesh_matches_one_device(name, rng):
+@pytest.mark.parametrize("axes, options", table("kernels.txt", "mesh", layout=layout))
+def test_ring_over_part_of_a_mesh_matches_one_device(axes, options, rng):
     """Every row has bounds of its own, every device sinks of its own heads.
 
     Their gradients are those of all devices.
     """
-    axes, options = MESHES[name]
     kinds = AxisType.Explicit, *[AxisType.Auto] * (len(axes) - 1)
     devices = jax.devices()[: math.prod(axes.values())]
     mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=kinds, devices=devices)

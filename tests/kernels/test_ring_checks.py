@@ -14,34 +14,11 @@ from kernels import masks
 from kernels.masks import Visible
 from kernels.one_device import attention
 from kernels.ring_attention import make_ring_attention, ring_attention
+from tests.cases import table
 from tests.rings import ring_mesh
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"ring_axes": ("sp",)}, r"'ring': 4} has no axis 'sp': name .*ring_axes="),
-        ({"ring_axes": ("ring", "ring")}, "must be different axes"),
-        (
-            {"ring_axes": ("ring", "data")},
-            r"order of the mesh, \('data', 'ring'\), got",
-        ),
-        (
-            {"batch_axes": "dp"},
-            r"batch_axes=\('dp',\).*axes of the mesh {'data': 2, 'r",
-        ),
-        ({"batch_axes": ("data", "ring")}, "must be different axes"),
-        ({"head_axis": "model"}, "head_axis='model' must be different axes"),
-        ({"head_axis": "data"}, "head_axis='data' must be different axes"),
-        ({"layout": "striped"}, r"as Striped\(\).*got 'striped'"),
-        ({"layout": layout.Striped}, r"as Striped\(\).*got <class"),
-        ({"scale": np.nan}, "scale must be one finite number.*got nan"),
-        ({"soft_cap": 0}, "soft_cap must be one finite number above 0"),
-        ({"implementation": "cudnn"}, "implementation='cudnn' is not one of"),
-        ({"ulysses_axis": "heads"}, "ulysses_axis='heads' must be different axes"),
-        ({"ulysses_axis": "ring"}, "ulysses_axis='ring' must be different axes"),
-    ],
-)
+@pytest.mark.parametrize("options, words", table("kernels.txt", "ring", layout=layout))
 def test_a_ring_that_cannot_be_made_is_refused(options, words):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "ring"))
     with pytest.raises(ValueError, match=words):
@@ -154,10 +131,6 @@ def bounds_of(*shapes):
     return Visible(*(jnp.zeros(shape, int) for shape in shapes))
 
 
-SHORT = bounds_of((1, 4), (1, 4))
-OTHER_ROWS, UNLIKE = bounds_of((3, 8), (3, 8)), bounds_of((1, 8), (2, 8))
-
-
 def wrong_masks():
     """Masks that are wrong in row 1 of 2, and right ones: of a striped ring of 2.
 
@@ -231,24 +204,11 @@ def test_a_ring_outside_of_jit_is_compiled_once():
     assert not lowered
 
 
+KNOWN = {"layout": layout, "np": np, "bounds_of": bounds_of}
+
+
 @pytest.mark.parametrize(
-    "axes, options, q, kv, seen, words",
-    [
-        ("", {"layout": layout.Striped(4)}, 42, 42, {}, "42 tokens .* pad it to 48"),
-        ("", {"layout": layout.Zigzag()}, 8, 6, {}, "6 tokens .* pad it to 8"),
-        ("", {}, 8, 8, {"visible": SHORT}, r"be .*k_start.shape=\(1, 4\)"),
-        ("", {}, 8, 8, {"visible": OTHER_ROWS}, r"k_start.shape=\(3, 8\)"),
-        ("", {}, 8, 8, {"visible": UNLIKE}, r"and k_end.shape=\(2, 8\)"),
-        ("", {}, 8, 8, {"sinks": np.ones(3, "f4")}, r"sinks must .*got float32 \(3,"),
-        ("", {"keep_tail": True}, 8, 16, {}, "keep_tail=True .* of 8 and 4 slots"),
-        ("data", {}, 8, 8, {}, "1 rows do not divide over the mesh's data"),
-        ("tensor", {}, 8, 8, {}, "1 key/value heads do not divide"),
-        (
-            "heads",
-            {"ulysses_axis": "heads", "layout": layout.Zigzag()},
-            *(20, 20, {}, r"20 tokens .* of Zigzag\(\) in 4 slices each: pad it to 24"),
-        ),
-    ],
+    "axes, options, q, kv, seen, words", table("kernels.txt", "operands", **KNOWN)
 )
 def test_operands_that_do_not_suit_the_ring_are_refused(
     axes, options, q, kv, seen, words

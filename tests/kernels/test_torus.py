@@ -30,6 +30,7 @@ from kernels.ring.torus import (
     place,
     ring_along,
 )
+from tests.cases import table
 from tools.lib.compiled.pods import gpu_devices, tpu_devices
 from training.mesh import MESH_AXES, MeshShape, make_mesh
 
@@ -175,29 +176,9 @@ def test_a_torus_has_as_many_disjoint_cycles_as_axes(shape):
     assert_disjoint(walks, chips, np.array(shape))
 
 
-@pytest.mark.parametrize(
-    "pod, shape, cycles",
-    [
-        ("v4:4x4x4", MeshShape(ring=64), 3),
-        ("v4:4x4x4", MeshShape(fsdp=4, ring=16), 2),  # 4 x 4 of them
-        ("v4:4x4x4", MeshShape(ring=16, tensor=4), 2),
-        ("v5p:4x4x8", MeshShape(ring=128), 3),
-        ("v5e:16x16", MeshShape(ring=256), 2),
-        ("v6e:16x16", MeshShape(ring=256), 2),
-        ("tpu7x:4x4x4", MeshShape(ring=64, tensor=2), 3),  # a core of each chip
-        # No torus of the ring's, which is its only cycle.
-        ("v5e:8x8", MeshShape(ring=64), 1),  # has no links from end to end
-        ("v5e:2x4", MeshShape(ring=8), 1),
-        ("v4:2x2x4", MeshShape(ring=16), 1),
-        ("v5e:16x16", MeshShape(fsdp=2, ring=128), 1),  # of which one axis is closed
-        ("v5e:16x16", MeshShape(fsdp=16, ring=16), 1),
-        ("v4:4x4x4", MeshShape(fsdp=2, ring=32), 1),  # 4 x 4 x 2
-        ("v3:4x4", MeshShape(ring=32), 1),
-        ("tpu7x:4x4x4", MeshShape(ring=128), 1),  # two cores of each chip
-    ],
-    ids=str,
-)
-def test_rings_of_a_mesh_have_the_cycles_of_their_torus(pod, shape, cycles):
+@pytest.mark.parametrize("pod, sizes, cycles", table("kernels.txt", "cycles"), ids=str)
+def test_rings_of_a_mesh_have_the_cycles_of_their_torus(pod, sizes, cycles):
+    shape = MeshShape(**sizes)
     devices = make_mesh(shape, tpu_devices(pod)).devices
     walks = disjoint_cycles(devices, RING)
     assert len(walks) == cycles

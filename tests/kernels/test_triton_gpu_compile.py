@@ -17,6 +17,7 @@ from kernels.backends import IMPLEMENTATIONS
 from kernels.backends.triton_gpu import launch as triton_gpu
 from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.backends.triton_gpu.launch import Launch
+from tests.cases import in_tiers
 from tests.cases.attention import covering
 from tests.ring_layers import compiled_gradients
 from tests.simulated_triton import SimulatedGpu
@@ -67,26 +68,9 @@ def assert_fits(capability: int, case: StepCase, dtype=jnp.bfloat16, **cap) -> N
         assert 0 < kernel.shared_memory <= most, (name, found)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "capability, head_dim, dtype, soft_cap",
-    [
-        (80, 64, jnp.bfloat16, None),
-        slow(80, 256, jnp.bfloat16, None),
-        (89, 128, jnp.bfloat16, None),
-        slow(90, 64, jnp.bfloat16, None),
-        (90, 256, jnp.bfloat16, None),
-        # Of the 16-bit kernels that of 256 has the fewest registers left.
-        (80, 256, jnp.bfloat16, 50.0),
-        (80, 64, jnp.float32, 50.0),
-        # Hopper's ptxas spills first.
-        slow(90, 128, jnp.float32, None),
-        (90, 256, jnp.float32, None),
-    ],
+    "capability, head_dim, dtype, soft_cap", in_tiers("kernels.txt", "triton", jnp=jnp)
 )
 def test_nothing_is_spilled_and_tiles_fit(capability, head_dim, dtype, soft_cap):
     assert_fits(capability, step(head_dim), dtype, soft_cap=soft_cap)

@@ -17,6 +17,7 @@ from kernels import masks
 from kernels.compiler import compiler_options
 from kernels.ring.ulysses import Heads, share_heads
 from kernels.ring_attention import make_ring_attention
+from tests.cases import table
 from tests.cases.attention import COVERING, Case
 from tests.rings import Make, assert_as_on_one_device, ring_mesh, sharded_ring
 from tests.simulated import BACKENDS
@@ -68,18 +69,7 @@ def test_heads_over_devices_match_one_device(devices, case, name, dtype, rng):
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, devices, way",
-    [
-        (8, 8, 4, Heads(1, 1, 8)),
-        (32, 8, 8, Heads(4, 1, 8)),
-        (8, 2, 4, Heads(4, 2, 4)),  # one group is two of half the queries
-        (24, 6, 4, Heads(4, 2, 12)),
-        (8, 1, 4, Heads(8, 4, 4)),
-        (6, 2, 4, Heads(4, 2, 4)),  # 8 query heads
-        (3, 3, 2, Heads(1, 1, 4)),  # 4
-        (5, 1, 2, Heads(6, 2, 2)),  # 6
-        (14, 2, 4, Heads(8, 2, 4)),  # 16
-    ],
+    "heads, kv_heads, devices, way", table("kernels.txt", "heads", Heads=Heads)
 )
 def test_key_heads_are_repeated_only_as_far_as_needed(heads, kv_heads, devices, way):
     found = share_heads(heads, kv_heads, devices)
