@@ -5,7 +5,7 @@ A subclass in `test_backends` names a backend and its traits, in about 40 lines.
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from kernels.backends import Backend
 from kernels.backends.block_sizes import BlockSizes
+from tests.cases import table
 from tests.cases.attention import FLOAT32_TOLERANCE, Answer
 from tests.steps import PASSES, Step, StepCase, answer, assert_true, shared, truth
 
@@ -86,12 +87,12 @@ class Refusal(NamedTuple):
                     jax.eval_shape(run, step)
 
 
-def refused_types(words: str, *types: jnp.dtype) -> dict[str, Refusal]:
-    """Returns refusals that name the type and the remedy."""
-    names = {np.dtype(dtype).name: dtype for dtype in types}
+def refusals_of(kind: str, **names: Any) -> dict[str, Refusal]:
+    """Returns the refusals of a kind in kernels.txt, whose values have these names."""
+    names |= {"jnp": jnp, "Wrong": ValueError, "Missing": NotImplementedError}
     return {
-        name: Refusal(ValueError, f"{words}, got {name}: cast", dtype)
-        for name, dtype in names.items()
+        name: Refusal(error, words, **fields)
+        for name, error, fields, words in table("kernels.txt", kind, **names)
     }
 
 

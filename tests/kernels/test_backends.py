@@ -21,10 +21,9 @@ from kernels.backends.triton_gpu import launch as triton_gpu
 from tests.kernels.backend_suite import (
     BackendSuite,
     Groups,
-    Refusal,
     any_in_block,
     float32_cases,
-    refused_types,
+    refusals_of,
 )
 from tests.simulated_hopper import RACES, SimulatedHopper
 from tests.simulated_tpu import V6E, SimulatedTpu, on_chip
@@ -93,68 +92,14 @@ class TestTpu(BackendSuite):
         aligned=((0, 384), (0, 512), (256, 512), (256, 640), *[(512, 1200)] * 2),
         slot=450,
     )
-    refusals = {
-        **refused_types("bfloat16 or float32", jnp.float16, jnp.float64, jnp.int32),
-        **{
-            f"{heads} heads, {sizes}": Refusal(
-                ValueError, words, F32, 300, heads, sizes=sizes
-            )
-            for heads, sizes, words in (
-                (1, (100, 256), "block_q must be a multiple of 128 and block_k of 128"),
-                (8, (8, 256), "8 query heads.*block_q must be a multiple of 16"),
-                (16, (8, 256), "16 query heads.*block_q must be a multiple of 16"),
-                (3, (64, 256), "3 query heads.*block_q must be a multiple of 128"),
-                (1, (128, 200), r"block_k=200\).*block_k of 128"),
-            )
-        },
-        # Beyond, scores lose their digits.
-        **{
-            f"cap of {cap}": Refusal(
-                NotImplementedError, f"1024 on a TPU, got {cap}", F32, soft_cap=cap
-            )
-            for cap in (2.0**-11, 1025.0)
-        },
-        "tiles on a v3": Refusal(
-            ValueError,
-            "block_q .* of 128 and block_k of 256",
-            F32,
-            sizes=(256, 128),
-            backend=on_chip(pltpu.ChipVersion.TPU_V3),
-        ),
-        "tiles that do not fit": Refusal(
-            ValueError,
-            r"MiB do not fit into the 3\.5 MiB .* TPU v5e: make block_q or block_k sm",
-            F32,
-            queries=2048,
-            sizes=(1024, 1024),
-            backend=SimulatedTpu().with_vmem(2**22),
-        ),
-        # Names nothing that callers of `attention` do not have.
-        "wide heads": Refusal(
-            NotImplementedError,
-            r"^(?!.*block_).*smallest tiles of heads of 4096 numbers in float32 take "
-            ".* on TPU v4; use",
-            F32,
-            queries=300,
-            head_dim=4096,
-            backend=on_chip(pltpu.ChipVersion.TPU_V4),
-        ),
-        "more tiles than scalar memory holds": Refusal(
-            NotImplementedError,
-            r"bounds of all tiles take 16\.0 KiB, more than the 14\.0 KiB .*v3: shard",
-            queries=2**18,
-            heads=1,
-            head_dim=128,
-            backend=on_chip(pltpu.ChipVersion.TPU_V3),
-            passes=("forward",),
-        ),
-        "no TPU": Refusal(
-            NotImplementedError,
-            "needs a TPU.*name another",
-            F32,
-            backend=IMPLEMENTATIONS["pallas_tpu"],
-        ),
-    }
+    refusals = refusals_of(
+        "no-tpu",
+        WIDE={"dtype": F32, "queries": 300},
+        V3=on_chip(pltpu.ChipVersion.TPU_V3),
+        V4=on_chip(pltpu.ChipVersion.TPU_V4),
+        SMALL=SimulatedTpu().with_vmem(2**22),
+        REAL=IMPLEMENTATIONS["pallas_tpu"],
+    )
 
 
 @pytest.mark.thorough
@@ -215,41 +160,7 @@ class TestHopper(BackendSuite):
     dtype = BF16
     tolerance = 1e-2
     carry_tolerance = 0
-    refusals = {
-        **refused_types(
-            "bfloat16 or float16", jnp.float32, jnp.int32, jnp.float8_e4m3fn
-        ),
-        **{
-            str(sizes): Refusal(ValueError, words, sizes=sizes, passes=("forward",))
-            for sizes, words in (
-                ((64, 128), "block_q of hopper must be 128, got BlockSizes"),
-                ((128, 96), "multiple of 64, got .*block_k=96.*: the next is 128"),
-                (
-                    (128, 640),
-                    "at most 232448 bytes, got 671904 of .*block_k=640.*: mak",
-                ),
-            )
-        },
-        # Beyond, tanh is too coarse.
-        **{
-            f"cap of {cap}": Refusal(
-                NotImplementedError,
-                f"soft caps from 0.0009765625 to 1024.0, got {cap}: name another",
-                soft_cap=cap,
-            )
-            for cap in (1e-4, 2000.0)
-        },
-        "large heads": Refusal(
-            NotImplementedError,
-            r"up to 256 numbers, got q.shape=\(1, 32, 2, 257\): name another",
-            head_dim=257,
-        ),
-        "no Hopper GPU": Refusal(
-            NotImplementedError,
-            "needs an H100 or H200.*'cpu'",
-            backend=IMPLEMENTATIONS["hopper"],
-        ),
-    }
+    refusals = refusals_of("no-hopper", REAL=IMPLEMENTATIONS["hopper"])
 
     def test_forward_skips_masked_keys_64_by_64(self, rng):
         """Backward ones skip 128 by 128."""
@@ -319,40 +230,11 @@ class TestTriton(BackendSuite):
         ),
     }
     types = triton_gpu.TYPES
-    tiles = Groups(
-        StepCase(192, 320, group=1, batch=1),
-        rows=64,
-        query_tile=64,
-        granule=64,
-        gaps=((70, 120), (192, 250), (320, 256)),
-        aligned=((0, 128), (64, 256), (128, 320)),
-        slot=200,
+    tiles = dataclasses.replace(
+        TestBlockwise.tiles, case=StepCase(192, 320, group=1, batch=1)
     )
-    refusals = {
-        **refused_types(
-            "bfloat16, float16 or float32", jnp.int32, jnp.float64, jnp.float8_e4m3fn
-        ),
-        **{
-            str((q, k)): Refusal(
-                ValueError,
-                f"must be powers of 2 from 16 on, got block_q={q}, block_k={k}",
-                sizes=(q, k),
-            )
-            for q, k in ((100, 64), (64, 48), (8, 64), (64, 8))
-        },
-        "large heads": Refusal(
-            NotImplementedError,
-            r"heads of up to 256 numbers, got q.shape=\(1, 32, 2, 257\): use impl",
-            head_dim=257,
-        ),
-        "a GPU before Ampere": Refusal(
-            NotImplementedError,
-            "8.0 or newer, this one has 7.5",
-            backend=SimulatedGpu(triton_gpu.Launch(75, SMALL_BLOCKS, interpreted_call)),
-        ),
-        "no GPU": Refusal(
-            NotImplementedError,
-            "needs an NVIDIA GPU, or a mesh",
-            backend=SimulatedGpu(triton_gpu.Launch()),
-        ),
-    }
+    refusals = refusals_of(
+        "no-triton",
+        OLD=SimulatedGpu(triton_gpu.Launch(75, SMALL_BLOCKS, interpreted_call)),
+        NONE=SimulatedGpu(triton_gpu.Launch()),
+    )

@@ -13,8 +13,8 @@ import pytest
 
 import tools
 from tests import tables
-from tests.cases import pairs
-from tests.tables import as_arrow, as_csv, as_lines, as_list, as_parquet
+from tests.cases import pairs, table
+from tests.tables import as_arrow, as_lines
 from tools import evaluate, prepare_chat, prepare_text
 from tools.lib.files import replacing, write_json
 from tools.lib.planning.step import Step
@@ -150,75 +150,31 @@ def rows(**more: Any) -> bytes:
     return as_lines([{"messages": CHAT} | more])
 
 
-# A file's name and content, or what makes files, and what has to be said; then more
-# arguments. A file whose name ends with ~ is written as it is.
-TEXT: list[tuple[Any, ...]] = [
-    ("in.parquet", b"PAR1 and no more", "cannot be read as a .parquet file"),
-    ("in.parquet", as_parquet(TEXTS)[:-20], "cannot be read as a .parquet file"),
-    ("in.parquet", as_parquet(FIELD), "has no column text, but ['content']: "),
-    ("in.parquet", as_parquet(TEXTS), "has no column body, but", "--text-field body"),
-    ("in.parquet", as_parquet(WRONG), "[2]: field 'text' is NoneType, no text"),
-    ("in.parquet.gz", as_parquet(TEXTS), "read from their ends: unpack it"),
-    ("in.feather.zst", FEATHER, "their ends: unpack it"),
-    ("in.parquet", LFS, "is a pointer of Git LFS, not the file: fetch it (git"),
-    ("in.txt", LFS, "is a pointer of Git LFS"),
-    ("in.bin", as_parquet(TEXTS), "begins as a .parquet file: give it the ending"),
-    ("in.txt", FEATHER, "begins as a .arrow file: give"),
-    ("in.jsonl", PACKED, "begins as a .gz file: give it the ending .gz"),
-    ("in.arrow", as_arrow(TEXTS)[:300], "cannot be read as a .arrow file"),
-    ("in.arrow", b"no table", "cannot be read as a .arrow file"),
-    ("in.bin", bytes(range(256)), "is not UTF-8 text, nor of a known format:"),
-    ("in.txt", "Möwe".encode("utf-16"), "is not UTF-8 text, nor of a known"),
-    ("in.jsonl", as_lines(TEXTS) + b'{"text": 3}', ":10: field 'text' is int, no"),
-    ("in.jsonl", as_lines(FIELD), ":1: no field 'text' (--text-field), but ['con"),
-    ("in.jsonl", b"text\n", ":1: no JSON (Expecting value"),
-    ("in.jsonl", b'{"text": "\\ud800"}', ":1: field 'text' has half a surrogate"),
-    ("in.jsonl", b'{"text": "\xff"}', ":1: no JSON ("),
-    ("in.jsonl", b'{"text": "x", "text": "y"}', ":1: no JSON ('text' stands twice"),
-    ("in.jsonl", b'{"text": ' + b"[" * 100_000, ":1: no JSON (its lists and objects"),
-    ("in.jsonl", b'["x"]', ":1: list, and no object with 'text'"),
-    ("in.json", b"[1, 2]", "[0]: int, and no object with 'text'"),
-    ("in.json", as_list(TEXTS)[:-1], "(it does not end behind its 9 values)"),
-    ("in.json", b'{\n"text": "a"\n}', "in.json:1: no JSON ("),
-    ("in.csv", as_csv(FIELD), "has no column text, but ['content']"),
-    ("in.csv", b"id;text\n1;a\n", "has no column text, but ['id;text']"),
-    ("in.csv", b'id,text\n1,"a\n', "cannot be read as a .csv file (unexpected end"),
-    ("in.csv", b"text,text\na,b\n", "names a column twice"),
-    ("in.csv", b"id,text\n1\n", ":2: 1 fields under a header of 2"),
-    ("in.jsonl.gz~", PACKED[:-9], "(Truncated compressed stream)"),
-    ("in.txt.zst~", b"\x28\xb5\x2f\xfd and no more", "cannot be read as a .txt fi"),
-    ("in.txt", MARKS, "1 of 1 documents have markup"),
-    ("in.jsonl", as_lines([{"text": "<html>"}]), "(HTML or XML), as {in.jsonl}:1,"),
-    ("in.txt", as_lines(TEXTS), "have markup (JSON), as {in.txt}, which"),
-    ("in", without_shard, "train-00001-of-00003 is missing, of 1 files of a data"),
-    ("in", without_listed, "data-00001-of-00002.arrow is missing, of 1 files"),
-    ("in", without_list, "state.json does not list the files of a data set"),
-    ("in", of_splits("train_a", "train_b"), "as in --splits train_a,train_b"),
-    ("in", of_splits("train", "test"), "there is no split val in", "--splits val"),
-    ("in", of_splits("train", "test"), "must be TRAIN or TRAIN,", "--splits a,b,c"),
-]
-CHATS: list[tuple[Any, ...]] = [
-    ("in.parquet", as_parquet(TEXTS), "has no column id or conversations or mess"),
-    ("in.txt", rows(), "in.txt is of no known format of"),
-    ("in.csv", b"id,messages\n1,Hi\n", ":2 (id 1): no list of conversations or"),
-    ("in.jsonl", turns(HI, HI), ":2: user speaks where assistant should"),
-    ("in.jsonl", rows(messages=[LONG, HO]), ":1: no reply within the context"),
-    ("in.jsonl", rows(messages=[HI, EOT]), "have markup (names of special"),
-]
+KNOWN = vars(tables) | {"TEXTS": TEXTS, "FIELD": FIELD, "WRONG": WRONG, "LFS": LFS}
+KNOWN |= {"FEATHER": FEATHER, "PACKED": PACKED, "MARKS": MARKS, "HI": HI, "HO": HO}
+KNOWN |= {"EOT": EOT, "LONG": LONG, "turns": turns, "rows": rows, "bytes": bytes}
+KNOWN |= {"range": range, "of_splits": of_splits, "without_list": without_list}
+KNOWN |= {"without_shard": without_shard, "without_listed": without_listed}
 
 
 @pytest.mark.parametrize(
-    ("program", "name", "made", "said", "more"),
-    [(prepare_text, *case, "")[:5] for case in TEXT]
-    + [(prepare_chat, *case, "--context-tokens 64") for case in CHATS],
+    ("program", "name", "made", "more", "said"),
+    [
+        (program, name, made, " ".join([*always, *more]), said)
+        for kind, program, *always in (
+            ("text", prepare_text),
+            ("chats", prepare_chat, "--context-tokens 64"),
+        )
+        for name, made, *more, said in table("inputs.txt", kind, **KNOWN)
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_input_is_one_line_and_writes_nothing(
     program: Any,
     name: str,
     made: Any,
-    said: str,
     more: str,
+    said: str,
     tmp_path: Path,
     capsys: Any,
 ) -> None:
