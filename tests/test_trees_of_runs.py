@@ -1,8 +1,8 @@
 """Chats and groups as trees: the losses and gradients of the same as documents."""
 
 import functools
-import json
 import re
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -16,6 +16,7 @@ from data.text import prefix_tree
 from data.text.tokenizer import ByteTokenizer
 from tasks import corpora
 from tasks.layout_choice import typical_rows
+from tests.cases import table
 from tests.small.models import Run as Small
 from tests.small.models import assert_same, config_of
 from training.feed import host_blocks, place
@@ -28,59 +29,20 @@ DROPS_THOUGHTS = (
     "{% endfor %}{{ 'a' if add_generation_prompt }}"
 )
 """As Qwen 3's template: earlier replies are without their thoughts."""
-ANSWERS = [{"text": "four", "weight": 0.5}, "five", "forty"]
-ROWS = [
-    {"prompt": "How many are two and two? ", "completions": ANSWERS},
-    {
-        "messages": [
-            {"role": role, "content": words}
-            for number in range(4)
-            for role, words in (
-                ("user", f"and {number}"),
-                ("assistant", f"[well, {number}]it is {number * 2}"),
-            )
-        ]
-    },
-    {
-        "prompt": {
-            "role": "prompter",
-            "text": "Tell me of rings",
-            "replies": [
-                {"role": "assistant", "text": "They turn", "weight": 2},
-                {
-                    "role": "assistant",
-                    "text": "They are round",
-                    "replies": [
-                        {
-                            "role": "prompter",
-                            "text": why,
-                            "replies": [
-                                {"role": "assistant", "text": f"By {why} {n}"}
-                                for n in range(2)
-                            ],
-                        }
-                        for why in ("why", "how")
-                    ],
-                },
-            ],
-        }
-    },
-]
+ROWS = Path(__file__).parent / "cases/trees.jsonl"
+"""A group, a chat, a tree of messages, and a row that is held out, by its digest."""
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """Corpora of the same rows, as trees and as documents; and what was said."""
     directory = tmp_path_factory.mktemp("trees")
-    source = directory / "rows.jsonl"
-    lines = [*ROWS, {"prompt": "To be held out, by its digest", "completions": ["x"]}]
-    source.write_text("\n".join(map(json.dumps, lines)))
     template, found = ChatTemplate("x", DROPS_THOUGHTS, ByteTokenizer()), {}
     for name, apart in ("trees", False), ("apart", True):
         encoder = ChatEncoder(template, context_tokens=CONTEXT, apart=apart)
         output = directory / name
         with mock.patch.object(prefix_tree, "LEAST_SHARED", 2):
-            said = prepare_chats([source], output, encoder, validation_fraction=0.01)
+            said = prepare_chats([ROWS], output, encoder, validation_fraction=0.01)
         found[name] = output, str(said)
     return found
 
@@ -130,24 +92,7 @@ def test_trees_have_the_losses_and_gradients_of_documents(
     assert want[2].k_start.ndim == 2 and got[2].k_start.shape[2] == 3
 
 
-@pytest.mark.parametrize(
-    "fields, said",
-    [
-        (
-            {"data__rows": "packed"},
-            r"rows='packed' must be \"whole\" with config.data.c",
-        ),
-        (
-            {"mask": "window(9)"},
-            r"mask='window\(9\)' must be \"causal\", with trees of ",
-        ),
-        (
-            {"model__delta_convolution": 4},
-            "layers with Gated DeltaNet read one text in ",
-        ),
-        ({"model__window": 159}, "window=159 must be 0, or at least 160 .* --apart"),
-    ],
-)
+@pytest.mark.parametrize("fields, said", table("runs.txt", "trees"))
 def test_trees_that_would_be_cut_or_seen_through_windows_are_refused(
     prepared, fields, said
 ):

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tests.cases import pairs
+from tests.cases import pairs, table
 from tools import figures, paper_tables
 from tools.lib.exorl.scores import interval
 from tools.lib.figures.charts import bars, heat_maps, work_per_step
@@ -80,22 +80,9 @@ def results(returns, seed=0, data=(), agent=(), contexts=(), **fields):
     return whole | {"references": known} | fields
 
 
-AGENTS = {
-    "Algorithm Distillation": {"data": {"chain_order": "learnt", "predict": ""}},
-    "Algorithm Distillation, ranked episodes": {
-        "data": {"chain_order": "ranked", "predict": ""}
-    },
-    "Agentic Transformer": {"data": {"chain_order": "ascending", "predict": ""}},
-    "Agentic Transformer, unsorted chains": {"data": {"predict": ""}},
-    "Decision Transformer": {"agent": {"chain_length": 1}},
-    "Decision-Pretrained Transformer": {},
-    "behaviour cloning": {"agent": {"method": "perceptron"}},
-}
-
-
-@pytest.mark.parametrize("name", AGENTS)
-def test_agents_are_called_by_their_configs(name):
-    assert agent(results([[1.0]], **AGENTS[name])) == name
+@pytest.mark.parametrize("fields, name", table("runs.txt", "called"))
+def test_agents_are_called_by_their_configs(fields, name):
+    assert agent(results([[1.0]], **fields)) == name
 
 
 def read(directory, *contents):

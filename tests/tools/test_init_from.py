@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.cases import table
 from tests.small.models import partition_of
 from tests.small.runs import Run
 from tools.convert_hf import export_model, import_model
@@ -14,19 +15,7 @@ from training.mesh import MeshShape
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-FIELDS = {
-    # Steps too small to change a parameter: it stays what it was at the beginning.
-    "train__steps": 2,
-    "optimizer__warmup_steps": 0,
-    "optimizer__peak_lr": 1e-30,
-    "optimizer__end_lr": 0.0,
-    # A system that is compiled sooner than a ring.
-    "attention": "vanilla",
-    "mesh__fsdp": 8,
-    "mesh__ring": 1,
-    "data__batch_rows": 8,
-    "train__validation_batches": 0,
-}
+FIELDS = dict(table("runs.txt", "init_from"))
 
 
 @pytest.fixture(scope="module")
