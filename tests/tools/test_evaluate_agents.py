@@ -153,7 +153,7 @@ def test_worlds_are_those_held_out_and_beside_their_references(room, in_room):
     # Of each world once, whatever rows it has.
     assert known["oracle"] == places.best_return(places.goals[worlds]).mean()
     assert known["random"] == pytest.approx(places.random_return()[worlds].mean())
-    assert len(known["tabular"]) == len(known["explorer"]) == EPISODES
+    assert len(known["explorer"]) == EPISODES
 
 
 @pytest.mark.parametrize("name", ROOMS)

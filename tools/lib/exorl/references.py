@@ -1,30 +1,25 @@
 """References for agents in worlds: what returns are compared with.
 
-In Dark Room an oracle, chance, an explorer, which walks to the nearest unseen cell
-until it has found the goal, and a learner of a table of values for each world
-(Q-learning). Elsewhere the trajectories of the same worlds.
+In Dark Room an oracle, chance, and an explorer, which walks to the nearest unseen cell
+until it has found the goal. Elsewhere the trajectories of the same worlds.
 """
 
 from typing import Any
 
 import numpy as np
 
-from data.agents.dark_room import MOVES, ROOMS, DarkRoom
+from data.agents.dark_room import ROOMS, DarkRoom
 from data.agents.trajectory_file import TrajectoryFile
 from tools.lib.exorl.scores import of_worlds
-
-LEARNING_RATE, DISCOUNT, EPSILON = 0.5, 0.95, 0.1
-OPTIMISM = 1.0
-"""First values of the table: what was not tried is worth a try."""
 
 
 def references(
     file: TrajectoryFile, worlds: np.ndarray, episodes: int
 ) -> dict[str, Any]:
-    """Returns mean returns over worlds; explorer and tabular by episode.
+    """Returns mean returns over worlds; explorer by episode.
 
-    Of Dark Room, where all but tabular are exact. Elsewhere those of the trajectories
-    in these worlds: the best of each, and the mean.
+    Of Dark Room, where all are exact. Elsewhere those of the trajectories in these
+    worlds: the best of each, and the mean.
 
     worlds: int (E,), of the rows, which may have one in common.
     """
@@ -36,14 +31,12 @@ def references(
         }
     room = ROOMS[file.index["task"]]
     goals = room.goals[worlds]
-    by_episode = {
-        "explorer": explorer_returns(room, goals, episodes),
-        "tabular": tabular_returns(room, goals, episodes),
-    }
+    explorer = of_worlds(explorer_returns(room, goals, episodes), worlds)
     return {
         "oracle": float(of_worlds(room.best_return(goals), worlds).mean()),
         "random": float(room.random_return()[np.unique(worlds)].mean()),
-    } | {n: of_worlds(r, worlds).mean(axis=0).tolist() for n, r in by_episode.items()}
+        "explorer": explorer.mean(axis=0).tolist(),
+    }
 
 
 def explorer_returns(room: DarkRoom, goals: np.ndarray, episodes: int) -> np.ndarray:
@@ -66,28 +59,3 @@ def explorer_returns(room: DarkRoom, goals: np.ndarray, episodes: int) -> np.nda
     order = np.sign(np.arange(episodes) - found_in[:, None])  # before, there, after
     gained = np.stack([0 * at, room.steps - at, room.best_return(goals)], axis=-1)
     return np.take_along_axis(gained, order + 1, axis=1).astype(float)
-
-
-def tabular_returns(
-    room: DarkRoom, goals: np.ndarray, episodes: int, seed: int = 0
-) -> np.ndarray:
-    """Returns what Q-learning gets in worlds of goals (E, 2), (E, episodes)."""
-    rng, rows = np.random.default_rng(seed), np.arange(len(goals))
-    values = np.full((len(goals), room.size**2, len(MOVES)), OPTIMISM)
-    returns = np.zeros((len(goals), episodes))
-    for episode in range(episodes):
-        places = np.broadcast_to(np.array(room.start), goals.shape)
-        for _ in range(room.steps):
-            cells = places[:, 0] * room.size + places[:, 1]
-            known = values[rows, cells]  # (E, actions)
-            likeliest = (known + 1e-6 * rng.random(known.shape)).argmax(axis=-1)
-            drawn = rng.integers(len(MOVES), size=len(goals))
-            actions = np.where(rng.random(len(goals)) < EPSILON, drawn, likeliest)
-            places = room.move(places, actions)
-            rewards = (places == goals).all(axis=-1)
-            following = values[rows, places[:, 0] * room.size + places[:, 1]]
-            best = rewards + DISCOUNT * following.max(axis=-1)
-            step = LEARNING_RATE * (best - values[rows, cells, actions])
-            values[rows, cells, actions] += step
-            returns[:, episode] += rewards
-    return returns
