@@ -1,14 +1,13 @@
-"""Writes the papers' tables with our rows: text and JSON into results/.
+"""Writes the papers' tables with our rows, as text into results/.
 
     python -m tools.paper_tables  # --output FOLDER: into another folder
 
-Ring Attention (2310.01889): table 1 (memory of a layer), table 2 (the smallest blocks
-that hide their transfer), table 3 (longest contexts), figure 5 (FLOPs of a data set by
-context). Striped Attention (2311.09431): how much faster striping can be at most.
+Ring Attention (2310.01889): table 2 (the smallest blocks that hide their transfer),
+table 3 (longest contexts), figure 5 (FLOPs of a data set by context). Striped Attention
+(2311.09431): how much faster striping can be at most.
 
-Compiled rows are read from results/tpu/. A row of table 3 is what `plan_pod --output`
-wrote; of one that is missing, its command is printed. The others were compiled at
-v0.1-wide. Nothing of this has run on a TPU.
+A row of table 3 is what `plan_pod --output` wrote, in results/tpu/contexts; of one that
+is missing, its command is printed. Nothing of this has run on a TPU.
 """
 
 import math
@@ -23,17 +22,10 @@ from kernels.chips import CHIPS
 from models.flops import num_matrix_parameters
 from models.sizes import LanguageModelConfig
 from tasks.command_line import Parser, as_program
-from tools.lib.files import write_json
 from tools.lib.planning.step import SPARE_SHARE
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-LAYER, RINGS = "tpu/layer_memory.json", "tpu/ring_memory.json"
-FIELDS = {
-    LAYER: ("system", "ring", "parts", "tokens", "compiled_bytes", "formula_bytes"),
-    RINGS: ("ring", "tokens", "activation_bytes"),
-}
-"""Of the rows of a file."""
 
 # Table 2: chips of the paper, with the rate between hosts that it gives for one.
 INFINIBAND_BYTES_PER_SECOND = 12.5e9
@@ -112,7 +104,7 @@ def table_3(folder: Path) -> list[dict[str, Any]]:
             row |= {"paper_context": paper, "context": multiple * paper, "fits": None}
             path = folder / f"{model}_{chip}_{remat}.json"
             if path.is_file():
-                row |= _kept(path, _fit)
+                row |= _fit(path)
             else:
                 row["why"] = (
                     f"python -m tools.plan_pod --config=configs/models.py:{model}/v4 "
@@ -124,31 +116,24 @@ def table_3(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _fit(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns what table 3 shows of a plan."""
-    memory, transfers = found["memory"], found["transfers"]
-    sent = transfers["hidden_bytes"] + transfers["exposed_bytes"]
-    return {
-        "fits": memory["spare_share"] >= SPARE_SHARE,
-        "peak_bytes": memory["peak"],
-        "capacity_bytes": memory["capacity"],
-        "host_bytes": memory["host"],
-        "spare_share": memory["spare_share"],
-        "hidden_share": transfers["hidden_bytes"] / sent,
-        "estimated_mfu": found["estimate"]["mfu"],
-        "compile_seconds": found["compile_seconds"],
-        "commit": found["environment"]["commit"],
-    }
-
-
-def _kept(path: Path, show: Any) -> Any:
-    """Returns what `show` makes of a file of compiled rows.
+def _fit(path: Path) -> dict[str, Any]:
+    """Returns what table 3 shows of a plan.
 
     Raises:
       ValueError: the file holds something else.
     """
     try:
-        return show(parse_json(path.read_bytes()))
+        found = parse_json(path.read_bytes())
+        memory, transfers = found["memory"], found["transfers"]
+        sent = transfers["hidden_bytes"] + transfers["exposed_bytes"]
+        return {
+            "fits": memory["spare_share"] >= SPARE_SHARE,
+            "peak_bytes": memory["peak"],
+            "capacity_bytes": memory["capacity"],
+            "host_bytes": memory["host"],
+            "hidden_share": transfers["hidden_bytes"] / sent,
+            "estimated_mfu": found["estimate"]["mfu"],
+        }
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path} holds nothing that was compiled here "
@@ -206,47 +191,10 @@ def _model(size: str) -> LanguageModelConfig:
     return LanguageModelConfig(**models.fields_of(size))
 
 
-def tables(results: Path) -> dict[str, Any]:
-    """Returns everything that is printed, as plain values."""
-
-    def rows(name: str) -> list[dict[str, Any]]:
-        path = results / name
-        if not path.is_file():
-            return []
-
-        def show(kept: Any) -> list[dict[str, Any]]:
-            return [row | {f: row[f] for f in FIELDS[name]} for row in kept["rows"]]
-
-        return _kept(path, show)
-
-    return {
-        "table_1": rows(LAYER),
-        "rings": rows(RINGS),
-        "table_2": table_2(),
-        "table_3": table_3(results / "tpu/contexts"),
-        "figure_5": figure_5(),
-        "speed_ups": speed_ups(),
-    }
-
-
-def describe(found: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines that are printed."""
-    yield "Table 1: by what a layer's activations grow, compiled for TPU v4, MiB"
-    for row in found["table_1"]:
-        name = row["system"] + (f", {row['parts']} parts" if row["parts"] > 1 else "")
-        first, last = row["tokens"]
-        compiled, formula = row["compiled_bytes"] / MIB, row["formula_bytes"] / MIB
-        yield (
-            f"  {name:24s} {first:>8,} to {last:>8,} tokens on {row['ring']}: "
-            f"{compiled:8.1f}, the paper's formula {formula:8.1f}"
-        )
-    yield "\nMemory of a device as sequence and ring grow together, 1b, 2 layers:"
-    yield "  by what activations grow from 8,192 to 16,384 tokens a device"
-    for row in found["rings"]:
-        grown = f"{row['activation_bytes'] / MIB:8.1f} MiB"
-        yield f"  ring {row['ring']:>5d}, to {row['tokens']:>11,} tokens: {grown}"
-    yield "\nTable 2: smallest block and sequence of a device, in 1024 tokens"
-    for row in found["table_2"]:
+def describe(contexts: Path) -> Iterator[str]:
+    """Yields the lines that are printed; contexts: the folder of table 3's rows."""
+    yield "Table 2: smallest block and sequence of a device, in 1024 tokens"
+    for row in table_2():
         block, sequence = row["block"] / 1024, row["sequence"] / 1024
         said = "   paper {} and {}".format(*row["paper"]) if row["paper"] else ""
         yield f"  {row['chip']:24s} {block:7.1f} {sequence:8.1f}{said}"
@@ -255,17 +203,17 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         "  model topology   remat     paper      ours  memory, GiB  host's  hidden"
         "  MFU at most"
     )
-    yield from map(_context_line, found["table_3"])
+    yield from map(_context_line, table_3(contexts))
     yield "\nFigure 5: FLOPs of a data set, relative to contexts of 4096 tokens"
     for size in FIGURE_5_SIZES:
-        ratios = [r for r in found["figure_5"] if r["model"] == size]
+        ratios = [row for row in figure_5() if row["model"] == size]
         shown = (f"{r['context'] // 1024}K {r['ratio']:.1f}" for r in ratios[3::3])
         yield f"  {size:4s} " + ", ".join(shown)
     yield "\nStriped over contiguous, at most: a whole step, only products counted"
     yield "(attention alone, at any length)"
-    count = len(SPEED_UP_CONTEXTS)
-    for first in range(0, len(found["speed_ups"]), count):
-        mine = found["speed_ups"][first : first + count]
+    count, found = len(SPEED_UP_CONTEXTS), speed_ups()
+    for first in range(0, len(found), count):
+        mine = found[first : first + count]
         ring, limit = mine[0]["ring"], mine[0]["attention"]
         shown = (f"{r['context'] // 1024}K {r['step']:.2f}" for r in mine)
         yield (
@@ -292,11 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     output = parser.parse_args(arguments).output
-    found = tables(output)
-    text = "\n".join(describe(found))
+    text = "\n".join(describe(output / "tpu/contexts"))
     print(text)
     (output / "paper_tables.txt").write_text(text + "\n")
-    write_json(output / "paper_tables.json", found)
 
 
 if __name__ == "__main__":

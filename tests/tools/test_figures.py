@@ -142,16 +142,8 @@ ROW = {
     "environment": {"commit": "abc"},
 }
 TIGHT = ROW["memory"] | {"spare_share": 0.04}
-LAYER = {"system": "striped", "ring": 4, "parts": 2, "tokens": [8, 16]}
-LAYER |= {"compiled_bytes": 2**20, "formula_bytes": 2**21}
-RING = {"ring": 4, "tokens": 65536, "activation_bytes": 2**20}
-A_CONTEXT = "tpu/contexts/7b_v3_nothing.json"
-KEPT = {
-    paper_tables.LAYER: {"rows": [LAYER]},
-    paper_tables.RINGS: {"rows": [RING]},
-    A_CONTEXT: ROW,
-    "tpu/contexts/7b_v3_offload.json": ROW | {"memory": TIGHT},
-}
+CONTEXTS = "tpu/contexts"
+KEPT = {"7b_v3_nothing": ROW, "7b_v3_offload": ROW | {"memory": TIGHT}}
 
 
 def test_smallest_blocks_are_those_of_table_2():
@@ -179,31 +171,27 @@ def test_striping_gains_less_than_in_attention_alone(ring, limit):
 
 
 def test_tables_are_printed_and_written(tmp_path, capsys):
+    (tmp_path / CONTEXTS).mkdir(parents=True)
     for name, content in KEPT.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
+        (tmp_path / CONTEXTS / f"{name}.json").write_text(json.dumps(content))
     paper_tables.main(["--output", str(tmp_path)])
     text = capsys.readouterr().out
-    assert "ring     4, to      65,536 tokens:      1.0 MiB" in text
-    assert "1.0, the paper's formula      2.0" in text
     assert "       2   75.0%          60%\n" in text
     assert "       2   75.0%          60%  < 5 % spare\n" in text
     tables, _, _ = text.partition("not compiled")
     assert max(map(len, tables.splitlines())) <= 100
     assert f"--output={tmp_path}/tpu/contexts/13b_v3_nothing.json\n" in text
     assert (tmp_path / "paper_tables.txt").read_text() == text
-    table_3 = json.loads((tmp_path / "paper_tables.json").read_text())["table_3"]
-    assert [row["fits"] for row in table_3] == [True, False, *[None] * 14]
+    assert text.count("not compiled: ") == 14
 
 
-@pytest.mark.parametrize("name", [paper_tables.LAYER, paper_tables.RINGS, A_CONTEXT])
 @pytest.mark.parametrize(
     "content", ["", "7", "{}", '{"rows": [7]}', '{"rows": [{"ring": 4}]}']
 )
 def test_files_of_something_else_are_named_and_nothing_is_written(
-    name, content, tmp_path, capsys
+    content, tmp_path, capsys
 ):
-    path = tmp_path / name
+    path = tmp_path / CONTEXTS / "7b_v3_nothing.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
     assert paper_tables.main(["--output", str(tmp_path)]) == 1
