@@ -12,41 +12,13 @@ import pytest
 
 from kernels.backends.hopper import backward, backward_dq, forward
 from kernels.backends.hopper.launch import HopperBlocks, Launch
+from tests.cases import in_tiers
 from tests.simulated_hopper import RACES, SimulatedHopper, run_without_wait
 from tests.steps import Step, StepCase, compiled, run_backward, run_forward
 
 BACKEND = SimulatedHopper(Launch(HopperBlocks(64, 2), RACES))
 DETERMINISTIC = SimulatedHopper(Launch(interpret=RACES, is_deterministic=True))
 
-# Pass -> name of a wait -> its barrier, and number as waits for it are traced. Of the
-# others, those for queries (forward, dq) are beyond the interpreter, those for keys and
-# values (backward) are implied by that for queries, the rest order nothing in memory.
-WAITS = {
-    "forward": {
-        "first keys": ("k_full", 0),
-        "keys": ("k_full", 1),
-        "first values": ("v_full", 0),
-        "values": ("v_full", 1),
-        "room for keys": ("k_empty", 1),
-        "room for values": ("v_empty", 0),
-        "room for the last values": ("v_empty", 1),
-    },
-    "backward": {
-        "queries": ("q_full", 0),
-        "gradients of results": ("do_full", 0),
-        "room for gradients of scores": ("ds_exchange", 0),
-        "gradients of the last scores": ("ds_exchange", 1),
-        "room for queries": ("q_empty", 0),
-        "room for gradients of results": ("do_empty", 0),
-    },
-    "dq": {
-        "first keys": ("k_full", 0),
-        "keys": ("k_full", 1),
-        "values": ("v_full", 0),
-        "room for keys": ("k_empty", 1),
-        "room for values": ("v_empty", 1),
-    },
-}
 COUNTS = {
     "forward": {
         **{"q_full": 1, "schedule": 2},
@@ -60,11 +32,6 @@ COUNTS = {
         **{"q_full": 1, "do_full": 1, "k_full": 2, "v_full": 1},
         **{"k_empty": 3, "v_empty": 3},
     },
-}
-QUICK_WAITS = {
-    *(("forward", "values"), ("forward", "room for keys")),
-    *(("backward", "room for gradients of scores"), ("backward", "room for queries")),
-    ("dq", "room for values"),
 }
 
 
@@ -86,19 +53,17 @@ def simulate(which: str, step: Step) -> None:
 
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
-    "which, name",
-    [
-        pytest.param(*wait, marks=[pytest.mark.slow] * (wait not in QUICK_WAITS))
-        for wait in ((which, name) for which in WAITS for name in WAITS[which])
-    ],
+    "which, name, barrier, number", in_tiers("kernels.txt", "wait")
 )
-def test_a_wait_that_is_left_out_is_reported(which, name, monkeypatch, capfd, rng):
+def test_a_wait_that_is_left_out_is_reported(
+    which, name, barrier, number, monkeypatch, capfd, rng
+):
     """So that the tests of all backends could fail."""
     step = CASES[which].draw(rng, jnp.bfloat16)
     k_end = np.full_like(step.k_end, CASES[which].keys)
     step = step._replace(k_start=np.zeros_like(k_end), k_end=k_end).astype(jnp.bfloat16)
     waits, failure = run_without_wait(
-        KERNELS[which], *WAITS[which][name], lambda: simulate(which, step), monkeypatch
+        KERNELS[which], barrier, number, lambda: simulate(which, step), monkeypatch
     )
     assert waits == COUNTS[which]
     assert "phase" in failure or "RACE DETECTED" in capfd.readouterr().out
