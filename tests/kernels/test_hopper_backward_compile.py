@@ -67,6 +67,25 @@ def exponentials(scores: int, soft_cap: float | None) -> str:
     return f"{scores // 2 * (1 if soft_cap is None else 2)} exp2"
 
 
+def pipeline_of_keys(
+    head_dim: int, soft_cap: float | None, *dq: str
+) -> tuple[str, ...]:
+    """Returns what the kernel of dk and dv issues; dq: what for that, if anything."""
+    block_q, columns = BACKWARD[head_dim]["block_q"], min(head_dim, 128)
+    return (
+        f"{head_dim // 16} SS 64x{block_q}x16",  # S(n) = K Qᵀ
+        "wait 1",  # drains dK(n-1)
+        f"{head_dim // 16} SS 64x{block_q}x16",  # dP(n) = V dOᵀ
+        "wait 1",  # drains S(n)
+        exponentials(block_q, soft_cap),
+        f"{block_q // 16} RS 64x{columns}x16",  # dV += P(n) dO
+        "wait 1",  # drains dP(n)
+        *dq,
+        f"{block_q // 16} RS 64x{columns}x16",  # dK += dS(n) Q
+        "wait 1",  # drains dV(n)
+    )
+
+
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -78,19 +97,8 @@ def slow(*values):
 def test_nothing_is_spilled_and_products_are_issued_as_drawn(head_dim, soft_cap):
     options = {"is_deterministic": False, "soft_cap": soft_cap}
     (kernel,) = well_compiled(step(head_dim), **options)
-    block_q = BACKWARD[head_dim]["block_q"]
-    assert kernel.pipeline == (
-        f"{head_dim // 16} SS 64x{block_q}x16",  # S(n) = K Qᵀ
-        "wait 1",  # drains dK(n-1)
-        f"{head_dim // 16} SS 64x{block_q}x16",  # dP(n) = V dOᵀ
-        "wait 1",  # drains S(n)
-        exponentials(block_q, soft_cap),
-        f"{block_q // 16} RS 64x{head_dim}x16",  # dV += P(n) dO
-        "wait 1",  # drains dP(n)
-        "8 SS 64x64x16",  # dQ(n-1) = dS K
-        f"{block_q // 16} RS 64x{head_dim}x16",  # dK += dS(n) Q
-        "wait 1",  # drains dV(n) and dQ(n-1)
-    )
+    dq = "8 SS 64x64x16"  # dQ(n-1) = dS K, which the last wait drains too
+    assert kernel.pipeline == pipeline_of_keys(head_dim, soft_cap, dq)
 
 
 @pytest.mark.thorough
@@ -105,18 +113,7 @@ def test_those_of_two_kernels_are_too(head_dim, length, soft_cap):
     options = {"is_deterministic": head_dim <= 128, "soft_cap": soft_cap}
     kernels = well_compiled(step(head_dim, length=length), **options)
     keys, queries = sorted(kernels, key=lambda kernel: kernel.name)
-    block_q, columns = BACKWARD[head_dim]["block_q"], min(head_dim, 128)
-    assert keys.pipeline == (
-        f"{head_dim // 16} SS 64x{block_q}x16",  # S(n) = K Qᵀ
-        "wait 1",  # drains dK(n-1)
-        f"{head_dim // 16} SS 64x{block_q}x16",  # dP(n) = V dOᵀ
-        "wait 1",  # drains S(n)
-        exponentials(block_q, soft_cap),
-        f"{block_q // 16} RS 64x{columns}x16",  # dV += P(n) dO
-        "wait 1",  # drains dP(n)
-        f"{block_q // 16} RS 64x{columns}x16",  # dK += dS(n) Q
-        "wait 1",  # drains dV(n)
-    )
+    assert keys.pipeline == pipeline_of_keys(head_dim, soft_cap)
     block_k = BACKWARD_DQ[head_dim]["block_k"]
     assert queries.pipeline == (
         f"{head_dim // 16} SS 64x{block_k}x16",  # S(n) = Q Kᵀ
