@@ -176,8 +176,9 @@ def test_tables_are_printed_and_written(tmp_path, capsys):
         (tmp_path / CONTEXTS / f"{name}.json").write_text(json.dumps(content))
     paper_tables.main(["--output", str(tmp_path)])
     text = capsys.readouterr().out
-    assert "       2   75.0%          60%\n" in text
-    assert "       2   75.0%          60%  < 5 % spare\n" in text
+    row = "       2   75.0%          60%"
+    ends = [x.partition(row)[2] for x in text.splitlines() if row in x]
+    assert ends == ["", "  < 5 % spare"]  # of the tight one
     tables, _, _ = text.partition("not compiled")
     assert max(map(len, tables.splitlines())) <= 100
     assert f"--output={tmp_path}/tpu/contexts/13b_v3_nothing.json\n" in text
