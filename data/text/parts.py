@@ -25,6 +25,7 @@ import numpy as np
 
 from data.files import describe_file, refuse_existing
 from data.packed import digest
+from data.text import units
 from data.text.holdout import mark
 from data.text.prefix_tree import Document, as_mask
 from data.text.row_files import InputFile
@@ -303,7 +304,7 @@ def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int
 def parts_beside(directory: Path) -> Iterator[Path]:
     """Gives the folder for the parts of a new corpus, locked as long as it is used.
 
-    It is removed at the end, unless the block raises and a part is finished.
+    It is removed at the end; where the block raises, if its parts are less than a unit.
 
     Raises:
       FileExistsError: `directory` exists and is not empty.
@@ -322,7 +323,8 @@ def parts_beside(directory: Path) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            if not any(folder.glob("*.npz")):
+            made = sum(part.stat().st_size for part in folder.glob("*.arrays"))
+            if made < units.UNIT_BYTES:
                 shutil.rmtree(folder)
             raise
         shutil.rmtree(folder)

@@ -120,7 +120,7 @@ MARKS = b"<|im_start|>user\nHi<|im_end|>"
 HI, HO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 CHAT = [HI, HO]
 EOT = HO | {"content": "<|eot_id|>"}
-LONG = HI | {"content": "long " * 20}
+LONG = HI | {"content": "long " * 200}
 
 
 def without_shard(root: Path) -> None:
@@ -163,7 +163,7 @@ KNOWN |= {"without_shard": without_shard, "without_listed": without_listed}
         (program, name, made, " ".join([*always, *more]), said)
         for kind, program, *always in (
             ("text", prepare_text),
-            ("chats", prepare_chat, "--context-tokens 64"),
+            ("chats", prepare_chat, "--context-tokens 640"),
         )
         for name, made, *more, said in table("inputs.txt", kind, **KNOWN)
     ],

@@ -212,7 +212,9 @@ def _checked_bytes(shardings: Cache, cache: Cache, device: jax.Device) -> int:
     """Returns the bytes of a cache on each device; ValueError if one has fewer."""
     held = sum(
         math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        for sharding, array in zip(shardings, cache, strict=True)
+        for sharding, array in zip(
+            *map(jax.tree.leaves, (shardings, cache)), strict=True
+        )
     )
     room = device_memory(device)
     if held > room:
