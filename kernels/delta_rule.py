@@ -58,11 +58,10 @@ def gated_delta(
     total = jnp.cumsum(log_decay, axis=-1)  # (…, H, C)
     # Of document 0 are the tokens that the state before the chunk reaches.
     kept = jnp.where(document == 0, jnp.exp(total), 0)
-    lasts = total[..., -1:] - total, document == document[..., -1:]
-    left = jnp.where(lasts[1], jnp.exp(lasts[0]), 0)  # at the end of the chunk
+    is_last = document == document[..., -1:]
+    left = jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)  # at the chunk's end
 
-    places = jnp.arange(size)
-    sees = (places <= places[:, None]) & (document[..., None] == document[..., None, :])
+    sees = jnp.tri(size, dtype=bool) & (document[..., None] == document[..., None, :])
     between = total[..., None] - total[..., None, :]  # (…, H, C, C)
     decay = jnp.exp(jnp.where(sees, between, -jnp.inf))
     scores = decay * product("...id,...jd->...ij", q, k)
@@ -80,9 +79,9 @@ def gated_delta(
         state = stays[..., None, None] * state
         return state + product("...cd,...cw->...dw", keys, new), out
 
-    queries, keys = kept[..., None] * q, left[..., None] * k
-    over_chunks = values, read, queries, scores, keys, kept[..., -1]
-    state, out = lax.scan(step, state.astype(jnp.float32), over_chunks)
+    keys = left[..., None] * k
+    chunked = values, read, kept[..., None] * q, scores, keys, kept[..., -1]
+    state, out = lax.scan(step, state.astype(jnp.float32), chunked)
     out = jnp.moveaxis(jnp.swapaxes(out, -3, -2), 0, -4)  # (…, chunks, C, H, W)
     return out.reshape(*out.shape[:-4], -1, *out.shape[-2:])[..., :tokens, :, :], state
 

@@ -211,21 +211,19 @@ def append(
         tokens, slots = index.shape[1], cache.index.shape[1]
         branch = jnp.arange(tokens, dtype=jnp.int32) * (slots // tokens)
         code, trunk = index + branch, trunk[:, None]
-    indices = operations.put(cache.index[None], code, 0, member, slot)[0]
+    put = functools.partial(operations.put, member=member, slot=slot)
+    indices = put(cache.index[None], code, 0)[0]
     of_run = window
 
     def keep_and_attend(q, k, v, stacks, layer, window=0, **sinks):
         keys, values = (
-            operations.put(stack, new, layer, member, slot)
-            for stack, new in zip(stacks, (k, v), strict=True)
+            put(x, new, layer) for x, new in zip(stacks, (k, v), strict=True)
         )
         window = min(window or of_run, of_run or window)
         k_start = (k_end - window).clip(0) if window else jnp.zeros_like(k_end)
         visible = k_start, k_end
         if trunk is not None:
-            starts = k_start, jnp.maximum(k_start, trunk) + branch
-            ends = jnp.minimum(k_end, trunk), k_end + branch
-            visible = jnp.stack(starts), jnp.stack(ends)  # (2, B, m)
+            visible = _with_trunk(k_start, k_end, trunk, branch)
         out = operations.attend(q, keys, values, indices, visible, layer, **sinks)
         return out, (keys, values)
 
@@ -238,6 +236,19 @@ def append(
     taken = jnp.where(index != EMPTY, slot, 0).max()
     filled = cache.filled.at[member].add(taken)
     return x, Cache(keys, values, indices, filled, delta)
+
+
+def _with_trunk(
+    k_start: jax.Array, k_end: jax.Array, trunk: jax.Array, branch: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the bounds of branches' tokens, (2, B, m): the trunk's, and their own.
+
+    k_start, k_end: (B, m), of a row's next tokens. trunk: (B, 1).
+    branch: (m,), what the index of each is shifted by.
+    """
+    starts = k_start, jnp.maximum(k_start, trunk) + branch
+    ends = jnp.minimum(k_end, trunk), k_end + branch
+    return jnp.stack(starts), jnp.stack(ends)
 
 
 def cut(cache: Cache, lengths: jax.Array) -> Cache:

@@ -23,6 +23,7 @@ from models.abstract import joined
 from models.cache import EMPTY, Cache, delta_shapes
 from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
+from models.sizes import LanguageModelConfig
 from tasks.command_line import read_config
 from tasks.programs import read_frozen
 from tasks.run import Run
@@ -88,19 +89,12 @@ def generator(
       samples; rounded up to what the layout can shard. samples: of each prompt.
 
     Raises:
-      ValueError: rows, heads or sizes that do not divide over the mesh, a cache of no
-        tokens, or no samples.
+      ValueError: rows, heads or sizes that do not divide over the mesh, no tokens in
+        the cache, no samples, or several of a hybrid.
     """
     layout, partition, sizes = run.layout, run.partition, run.sizes
     mesh, ring = partition.mesh, partition.ring_size
-    if min(cache_tokens, samples) < 1:
-        raise ValueError(f"{cache_tokens=} and {samples=} must be at least 1")
-    has_state = sizes.delta_convolution > 0
-    if has_state and samples > 1:
-        raise ValueError(
-            f"{samples=} must be 1 with Gated DeltaNet, whose state is of one text: "
-            "ask again with another --seed"
-        )
+    _check(sizes, cache_tokens, samples)
     members = partition.shards("sequence")  # that share out the cache
     # Runs of the shortest rows hold what Gated DeltaNet's convolution reads.
     least = divisor(layout, ring, partition.slices)
@@ -109,12 +103,13 @@ def generator(
     slots = max(padded_length(layout, ring, most, partition.slices), least)
     cache, empty = _empty_cache(run, rows, slots)
     whole = NamedSharding(mesh, PartitionSpec())
+    options = compiler_options(mesh.devices.flat[0].device_kind)
     prefill, step = (
         jax.jit(
             program,
             out_shardings=(cache, whole, whole),
             donate_argnums=1,
-            compiler_options=compiler_options(mesh.devices.flat[0].device_kind),
+            compiler_options=options,
         )
         for program in _programs(run, sampling, samples)
     )
@@ -126,7 +121,7 @@ def generator(
     heads = sizes.num_heads // partition.shards("heads")
     scores = slots // members * heads * -(-rows // partition.shards("batch"))
     # A state cannot be taken back to fewer tokens.
-    block = 0 if run.mask.prefix or has_state else _block(scores, slots // members)
+    is_whole = run.mask.prefix or sizes.delta_convolution
     return Generator(
         empty=empty,
         prefill=prefill,
@@ -139,8 +134,18 @@ def generator(
         slots=slots,
         members=members,
         samples=samples,
-        block=block,
+        block=0 if is_whole else _block(scores, slots // members),
     )
+
+
+def _check(sizes: LanguageModelConfig, cache_tokens: int, samples: int) -> None:
+    if min(cache_tokens, samples) < 1:
+        raise ValueError(f"{cache_tokens=} and {samples=} must be at least 1")
+    if sizes.delta_convolution and samples > 1:
+        raise ValueError(
+            f"{samples=} must be 1 with Gated DeltaNet, whose state is of one text: "
+            "ask again with another --seed"
+        )
 
 
 def _empty_cache(

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,12 +171,7 @@ def make_optimizer(
     if settings.name == "adamw" and storage == Storage(seed=storage.seed):
         clip = optax.clip_by_global_norm(settings.clip_norm)
         return AtOnce(_promoted(optax.chain(clip, adamw))), schedule
-    if SECOND_STACK in shapes:
-        raise ValueError(
-            f"name={settings.name!r} with {storage} goes through one stack of layers, "
-            f"and this model has a second, {SECOND_STACK}: set name=adamw, moments and "
-            "parameters to float32, and placement=device"
-        )
+    _check_stacks(settings, shapes)
     of_layer = {
         "adamw": adamw,
         "adafactor": _adafactor(settings, schedule),
@@ -195,6 +190,16 @@ def make_optimizer(
         storage.seed,
     )
     return optimizer, schedule
+
+
+def _check_stacks(settings: OptimizerSettings, shapes: Mapping[str, Any]) -> None:
+    """Refuses a model with two stacks of layers, of which `Layerwise` knows one."""
+    if SECOND_STACK in shapes:
+        raise ValueError(
+            f"name={settings.name!r} with {settings.storage} goes through one stack of "
+            f"layers, and this model has a second, {SECOND_STACK}: set name=adamw, "
+            "moments and parameters to float32, and placement=device"
+        )
 
 
 def _adafactor(

@@ -17,7 +17,7 @@ import numpy as np
 
 from data.text.holdout import Holdout
 from data.text.input_files import Inputs, files_in, list_inputs
-from data.text.parts import Counts, PartMaker, Rows, parts_beside
+from data.text.parts import Counts, Encoded, PartMaker, Rows, parts_beside
 from data.text.prefix_tree import Document
 from data.text.row_files import InputFile, TextDocument, read_documents
 from data.text.skipped import BadRow, Skipped, check_markup, find_markup, printable
@@ -97,16 +97,15 @@ def write_corpus(
 ) -> Summary:
     """Writes a corpus from files and directories.
 
-    Rows are read and encoded once, to parts beside the corpus (see data/text/parts.py),
-    and their documents are then copied to their splits.
+    Rows are encoded once, to parts beside the corpus (see data/text/parts.py), whose
+    documents are then copied to their splits.
 
     Args:
       writer: of the corpus.
       rows: reads and encodes rows.
       inputs: files and directories; hidden files in a directory are left out.
       least_held_out: characters to hold out of small corpora (see `Holdout`).
-      on_bad_row: called with the first rows that have no document; these are skipped.
-        None: a bad row ends the preparation.
+      on_bad_row: called with the first bad rows, which are skipped; None: one ends it.
       validation_fraction: share of characters to hold out (see `Holdout`), if no files
         are held out. None: 2 %, and of small corpora up to 10 %.
       keep_markup: whether most rows may have markup, which is learned as text.
@@ -126,7 +125,7 @@ def write_corpus(
     with parts_beside(writer.directory) as folder:
         maker = PartMaker(folder, rows, writer.tokenizer, stops=on_bad_row is None)
         for part in make_parts(maker, found.files, workers):
-            parts.append(part.documents)
+            parts.append(part)
             sources += part.sources
             summary.add(part.counts)
             holdout.add(part.marks, part.characters)
@@ -142,24 +141,15 @@ def write_corpus(
             writer.has_weights = summary.weighted > 0
             writer.add_sources(sources)
             cut = holdout.cut()
-            for documents in parts:
-                for arrays in documents():
-                    _write(writer, cut, *arrays)
+            for part in parts:
+                for encoded in part.documents():
+                    _write(writer, cut, encoded)
     return summary
 
 
-def _write(
-    writer: TokenFileWriter,
-    cut: int,
-    codes: np.ndarray,
-    marks: np.ndarray,
-    lengths: np.ndarray,
-    tokens: np.ndarray,
-    weights: np.ndarray,
-    trees: np.ndarray,
-    segments: np.ndarray,
-) -> None:
-    """Writes documents of a part (see `Part`) to their splits."""
+def _write(writer: TokenFileWriter, cut: int, encoded: Encoded) -> None:
+    """Writes documents to their splits."""
+    codes, marks, lengths, tokens, weights, trees, segments = encoded
     is_held = np.where(codes < 0, marks < np.uint64(cut), codes)
     for number, split in enumerate(SPLITS):
         is_chosen = is_held == number

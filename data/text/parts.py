@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -96,6 +96,24 @@ class Counts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+class Encoded(NamedTuple):
+    """Documents of a part, one after the other (see `Document`).
+
+    codes, marks, lengths: (documents,), of `SPLIT_CODES` and `mark`, and in tokens.
+    tokens: (n,). weights: (n,), or (0,) without any.
+    trees: (documents, 2), numbers of segments and of intervals, with weights.
+    segments: (segments, 2), of all documents, with weights.
+    """
+
+    codes: np.ndarray
+    marks: np.ndarray
+    lengths: np.ndarray
+    tokens: np.ndarray
+    weights: np.ndarray
+    trees: np.ndarray
+    segments: np.ndarray
+
+
 @dataclass
 class Part:
     """What was made of a unit.
@@ -157,16 +175,11 @@ class Part:
             self.errors.append(row)
         self.counts.skipped.add(row)
 
-    def documents(self) -> Iterator[list[np.ndarray]]:
-        """Yields arrays of some documents at a time.
-
-        These are split codes, marks and lengths, each (documents,); tokens (n,), their
-        weights, (n,) or (0,); and with weights the numbers of segments and of
-        intervals, (documents, 2), and all segments, (segments, 2): see `Document`.
-        """
+    def documents(self) -> Iterator["Encoded"]:
+        """Yields some documents at a time."""
         with self.arrays.open("rb") as file:
             while file.peek(1):
-                yield [np.load(file) for _ in range(7)]
+                yield Encoded(*(np.load(file) for _ in Encoded._fields))
 
 
 @dataclass(frozen=True)
@@ -278,7 +291,7 @@ def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int:
-    """Writes the arrays of `Part.documents`; returns the number of tokens."""
+    """Writes what `Part.documents` reads; returns the number of tokens."""
     codes, marks, found = zip(*documents, strict=True)
     tokens = np.concatenate([document.tokens for document in found])
     weighted = [document for document in found if document.weights is not None]
@@ -287,7 +300,7 @@ def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int
     parts = [one if d.segments is None else d.segments for d in weighted]
     trees = [(len(part), d.intervals) for part, d in zip(parts, weighted, strict=True)]
     is_narrow = 0 <= tokens.min(initial=0) <= tokens.max(initial=0) < 1 << 16
-    for array in (
+    encoded = Encoded(
         np.array(codes, np.int8),
         np.array(marks, np.uint64),
         np.array([document.tokens.size for document in found]),
@@ -295,7 +308,8 @@ def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int
         as_mask(weights.astype(np.float32)),
         np.array(trees),
         np.concatenate([*parts, one[:0]]),
-    ):
+    )
+    for array in encoded:
         np.save(file, array)
     return tokens.size
 
