@@ -89,8 +89,7 @@ def generator(
       samples; rounded up to what the layout can shard. samples: of each prompt.
 
     Raises:
-      ValueError: rows, heads or sizes that do not divide over the mesh, no tokens in
-        the cache, no samples, or several of a hybrid.
+      ValueError: something does not divide over the mesh, or as `_check`.
     """
     layout, partition, sizes = run.layout, run.partition, run.sizes
     mesh, ring = partition.mesh, partition.ring_size
@@ -139,6 +138,7 @@ def generator(
 
 
 def _check(sizes: LanguageModelConfig, cache_tokens: int, samples: int) -> None:
+    """Refuses no tokens, no samples, and several samples of a hybrid."""
     if min(cache_tokens, samples) < 1:
         raise ValueError(f"{cache_tokens=} and {samples=} must be at least 1")
     if sizes.delta_convolution and samples > 1:

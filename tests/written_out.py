@@ -13,7 +13,7 @@ from models.sizes import LanguageModelConfig
 def rotated(
     x: np.ndarray, positions: np.ndarray, theta: float, scaling: RopeScaling
 ) -> np.ndarray:
-    """x · cos + rotate_half(x) · sin, of heads (B, T, H, D)."""
+    """x · cos + rotate_half(x) · sin, of heads (B, T, H, D), or their first numbers."""
     angles = positions[..., None] * scaling.frequencies(x.shape[-1], theta)
     cos, sin = (
         scaling.magnitude() * np.tile(f(angles), 2)[:, :, None]
@@ -46,11 +46,9 @@ class WrittenOut:
         mean_square = (x**2).mean(axis=axes, keepdims=True)
         return x / np.sqrt(mean_square + self.sizes.norm_epsilon) * scale
 
-    def attention(
-        self, x: np.ndarray, p: dict, has_window: bool, batch: Batch
-    ) -> np.ndarray:
+    def attention(self, x: np.ndarray, p: dict, kind: str, batch: Batch) -> np.ndarray:
         """Maps x (B, T, E) to the same shape."""
-        sizes = self.sizes
+        sizes, has_window = self.sizes, kind in "wW"
         q, k, v = (
             np.einsum("bte,ehd->bthd", x, p[name]) + p.get(f"{name}_bias", 0)
             for name in ("query", "key", "value")
@@ -60,7 +58,13 @@ class WrittenOut:
         rope = sizes.rope_theta, sizes.rope_scaling
         if has_window and sizes.window_rope_theta:
             rope = sizes.window_rope_theta, RopeScaling()
-        q, k = (rotated(y, batch.positions, *rope) for y in (q, k))
+        size = 0 if kind.isupper() else int(sizes.head_dim * sizes.rotary_fraction)
+        q, k = (
+            np.concatenate(
+                [rotated(y[..., :size], batch.positions, *rope), y[..., size:]], axis=-1
+            )
+            for y in (q, k)
+        )
         shared = sizes.num_heads // sizes.num_kv_heads
         k, v = (np.repeat(y, shared, axis=2) for y in (k, v))
         scale = sizes.attention_scale or sizes.head_dim**-0.5
@@ -83,10 +87,10 @@ class WrittenOut:
         """Maps x (B, T, E) to the same shape."""
         p = jax.tree.map(lambda stack: stack[number], self.parameters["layers"])
         pattern = self.sizes.layer_pattern or "f"
-        has_window = pattern[number % len(pattern)] == "w"
+        kind = pattern[number % len(pattern)]
 
         def attention(y: np.ndarray) -> np.ndarray:
-            return self.attention(y, p["attention"], has_window, batch)
+            return self.attention(y, p["attention"], kind, batch)
 
         def feed_forward(y: np.ndarray) -> np.ndarray:
             gate, up, down = (p["feed_forward"][n] for n in ("gate", "up", "down"))
@@ -97,7 +101,7 @@ class WrittenOut:
             assert (before is not None) == (self.sizes.norms in ("before", "both"))
             assert (after is not None) == (self.sizes.norms in ("after", "both"))
             y = part(self.norm(x, before) if before else x)
-            x = x + (self.norm(y, after) if after else y)
+            x = x + self.sizes.residual_scale * (self.norm(y, after) if after else y)
         return x
 
     def __call__(self, batch: Batch) -> tuple[np.ndarray, float]:
