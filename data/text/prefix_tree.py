@@ -66,8 +66,7 @@ class _Node:
         going_on = {number for branch in self.branches for number in branch.texts}
         self.branches[0].texts += [n for n in self.texts if n not in going_on]
         for branch in self.branches:
-            branch.begin, branch.among = self.begin, self.among
-            branch.parent = self.parent
+            branch.begin, branch.parent = self.begin, self.parent
         return self.branches
 
     @property

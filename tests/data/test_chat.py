@@ -234,6 +234,26 @@ def test_words_of_the_system_may_lie_beside_the_turns(name):
     assert parse(row(*HELLO, **{name: ""}), "f") == parse(row(*HELLO), "f")
 
 
+def test_groups_are_conversations_in_which_each_reply_counts_once():
+    said = [{"role": r, "content": r} for r in ("user", "assistant", "user")]
+    found = parse(
+        {"prompt": said, "completions": [{"text": " a\n", "weight": 3}, "b"]}, "f"
+    )
+    asked = ("user", "assistant"), ("user", " a\n")
+    assert [path.exchanges for path in found.paths] == [
+        asked,
+        (asked[0], ("user", "b")),
+    ]
+    assert [path.weights for path in found.paths] == [(0, 3), (0, 1)]
+    ends = [{"role": "assistant", "text": text, "train": text != "z"} for text in "xyz"]
+    again = {"role": "prompter", "text": "?", "replies": ends}
+    reply = {"role": "assistant", "text": "!", "loss": "0.5", "replies": [again]}
+    tree = {"role": "prompter", "text": "Q", "replies": [ends[0], reply]}
+    found = parse(json.loads(json.dumps({"prompt": tree})), "f")
+    assert [path.weights for path in found.paths] == [(), (0.5, 1), (0, 1)]
+    assert found.paths[2].exchanges == (("Q", "!"), ("?", "y"))
+
+
 def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     turns = [("gpt", "First?"), *HELLO, ("human", "Bye")]
     assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)

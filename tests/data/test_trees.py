@@ -167,6 +167,7 @@ def test_documents_and_groups_fill_a_row():
     assert trees.bounds.tolist() == [*ends, *[60] * 3]
     assert trees.parents.tolist() == [-1, 0, 0, 0, -1, -1, 5, 5, 5, -1, -1, 10, 10, 10]
     assert trees.depths.tolist() == [0, 10, 10, 10, 0, 0, 10, 10, 10, 0, 0, 4, 4, 4]
+    assert np.flatnonzero(trees.goes_on).tolist() == [0, 5, 10]
     config = small_config("", "", data__context_tokens=60, attention="vanilla")
     (row,) = typical_rows(config, ("10+3x4", 6))
     assert row.intervals == 2 and row.pairs == trees.pairs
