@@ -55,7 +55,8 @@ def run_of(runs: Path, name: str) -> tuple[Any, Partition]:
     config = run_config.read(str(runs / f"{name}.peft"))
     mesh = {f"mesh.{axis}": size for axis, size in shape.axes.items()}
     wide = {"compute_dtype": "float32", "lora.base_dtype": "float32"}
-    config.update_from_flattened_dict(mesh | wide | {"implementation": "reference"})
+    wide |= {"implementation": "reference", "stripe_granule": 3}
+    config.update_from_flattened_dict(mesh | wide)
     run_config.write(config)
     return config, partition
 
