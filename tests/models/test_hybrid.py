@@ -44,7 +44,7 @@ def alone(batch: Batch) -> Batch:
 @pytest.mark.parametrize(
     "shape, attention, fields",
     [
-        pytest.param(MeshShape(ring=4), "zigzag", {}, marks=pytest.mark.quick),
+        (MeshShape(ring=4), "zigzag", {}),
         (MeshShape(fsdp=2, ring=2, tensor=2), "striped", {"stripe_granule": 4}),
         pytest.param(
             *(MeshShape(ring=2, ulysses=2), "zigzag", {"remat": "nothing"}),
