@@ -19,7 +19,7 @@ from models.memory import NEXT, Device, Execution, Kept, choose_chunk
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
 from training.mesh import MeshShape, Partition, make_mesh
-from training.overlap import hops_hide
+from training.overlap import permutes_hide
 
 AUTO = "auto"
 """The attention whose layout is chosen (see `layout_choice`): of text, in a ring."""
@@ -125,7 +125,7 @@ def partition(config: ConfigDict, devices: Sequence[jax.Device]) -> Partition:
     tokens = data.batch_rows * data.context_tokens
     tokens //= sharers * max(1, config.train.microbatches)
     chip = chips.find(devices[0].device_kind)
-    return Partition(mesh, config.overlap_parameters and hops_hide(chip, tokens))
+    return Partition(mesh, config.overlap_parameters and permutes_hide(chip, tokens))
 
 
 @names_fields

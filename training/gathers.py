@@ -31,20 +31,20 @@ class Way:
 
     stages: scattered one after another; gathers go the other way.
     axis: of the parameter, along which it is sharded. dtype: in which it travels.
-    hops: whether it travels in permutes, which run beside products.
+    permutes: whether it travels in permutes, which run beside products.
     """
 
     stages: Stages
     axis: int
     dtype: jnp.dtype
-    hops: bool = False
+    permutes: bool = False
 
     def whole(self, shard: jax.Array) -> jax.Array:
         """Gathers a parameter, rounded before it travels."""
         whole = shard.astype(self.dtype)
         for name, groups in reversed(self.stages):
-            if self.hops:
-                whole = _gather_by_hops(whole, self.axis, Line(name, groups))
+            if self.permutes:
+                whole = _gather_by_permutes(whole, self.axis, Line(name, groups))
             else:
                 whole = lax.all_gather(
                     whole, name, axis=self.axis, axis_index_groups=groups, tiled=True
@@ -57,8 +57,8 @@ class Way:
         done: stages that it has passed.
         """
         for name, groups in self.stages[done:]:
-            if self.hops:
-                gradient = _scatter_by_hops(gradient, self.axis, Line(name, groups))
+            if self.permutes:
+                gradient = _scatter_by_permutes(gradient, self.axis, Line(name, groups))
             else:
                 gradient = _scatter(gradient, self.axis, name, groups)
         return gradient
@@ -81,8 +81,8 @@ def multiply(x: jax.Array, shard: jax.Array, way: Way, inputs: int) -> jax.Array
     """Multiplies x with a parameter, over its first axes and the last of x.
 
     Its gradient travels between pieces of the products that make it and x's: in each
-    hop what is sent and what is computed wait for each other, as XLA would compute all
-    of the gradient before the first hop.
+    step what is sent and what is computed wait for each other, as XLA would compute all
+    of the gradient before it is sent.
 
     shard: of the parameter. inputs: the axes that are summed over.
     """
@@ -106,15 +106,17 @@ def _backward(way, inputs, residuals, dy):
     along = 1 + way.axis - side * inputs
     rows = -(-len(operands[0]) // line.rounds)
 
-    def compute(operands: Sequence[jax.Array], hops: Sequence[int], number: int):
+    def compute(operands: Sequence[jax.Array], distances: Sequence[int], number: int):
         """Returns the gradient's parts for devices, and some rows of x's gradient."""
         pair = list(operands)
-        cut = [line.part(pair[side], along, hop) for hop in hops]
+        cut = [line.part(pair[side], along, d) for d in distances]
         pair[side] = jnp.concatenate(cut, along)
         parts = jnp.tensordot(*pair, (0, 0), preferred_element_type=jnp.float32)
         dy = operands[1][number * rows :][: rows * (number >= 0)]
         axes = [*range(1, dy.ndim)], [*range(inputs, whole.ndim)]
-        return jnp.split(parts, len(hops), way.axis), jnp.tensordot(dy, whole, axes)
+        return jnp.split(parts, len(distances), way.axis), jnp.tensordot(
+            dy, whole, axes
+        )
 
     gradient, dx = _reduce(operands, compute, line, is_held=True)
     dx = jnp.concatenate(dx).reshape(x.shape).astype(x.dtype)
@@ -138,8 +140,8 @@ class Line:
         if groups:
             ranks = {i: rank for line in groups for rank, i in enumerate(line)}
             self.number = jnp.array([ranks[i] for i in sorted(ranks)])[self.number]
-        self.hops = {1: self.size // 2, -1: (self.size - 1) // 2}
-        self.rounds = self.hops[1]
+        self.reach = {1: self.size // 2, -1: (self.size - 1) // 2}
+        self.rounds = self.reach[1]
 
     def send(self, x: jax.Array, sign: int) -> jax.Array:
         """Hands x on to the next device, or to the one before (sign -1)."""
@@ -151,10 +153,10 @@ class Line:
         with jax.named_scope(SCOPE):
             return lax.ppermute(x, self.name, pairs)
 
-    def part(self, x: jax.Array, axis: int, hops: int) -> jax.Array:
-        """Returns the part of x of the device that is so many hops away."""
+    def part(self, x: jax.Array, axis: int, distance: int) -> jax.Array:
+        """Returns the part of x of the device at this distance."""
         rows = x.shape[axis] // self.size
-        place = (self.number + hops) % self.size * rows
+        place = (self.number + distance) % self.size * rows
         return lax.dynamic_slice_in_dim(x, place, rows, axis)
 
 
@@ -163,8 +165,8 @@ def _reduce(
 ) -> tuple[jax.Array, list]:
     """Sums what devices compute for each other, on its way from one to the next.
 
-    compute: (operands, hops, number of the round or -1) to the parts of the devices so
-      many hops away, and something else to compute beside the transfers of a round.
+    compute: (operands, distances, number of the round or -1) to the parts of devices
+      there, and something else to compute beside the transfers of a round.
     is_held: whether transfers and computations of a round wait for each other, as XLA
       would compute all before the first transfer.
 
@@ -172,14 +174,14 @@ def _reduce(
       This device's sum, and what else was computed, by round.
     """
     hold = lax.optimization_barrier if is_held else lambda x: x
-    signs = [sign for sign, hops in line.hops.items() if hops]
-    parts, _ = compute(operands, [sign * line.hops[sign] for sign in signs], -1)
+    signs = [sign for sign, reach in line.reach.items() if reach]
+    parts, _ = compute(operands, [sign * line.reach[sign] for sign in signs], -1)
     sent, arrived, others = dict(zip(signs, parts, strict=True)), [], []
     for number in range(line.rounds):
         operands, sent = hold((operands, sent))
         moved = {sign: line.send(x, sign) for sign, x in sent.items()}
-        left = {sign: line.hops[sign] - number - 1 for sign in sent}
-        arrived += [moved.pop(sign) for sign, hops in left.items() if not hops]
+        left = {sign: line.reach[sign] - number - 1 for sign in sent}
+        arrived += [moved.pop(sign) for sign, rest in left.items() if not rest]
         wanted = [sign * left[sign] for sign in moved] or [0]
         computed = compute(operands, wanted, number)
         moved, arrived, (parts, other) = hold((moved, arrived, computed))
@@ -188,24 +190,24 @@ def _reduce(
     return sum(arrived, *parts), others
 
 
-def _scatter_by_hops(x: jax.Array, axis: int, line: Line) -> jax.Array:
-    """Sums x over devices in hops; returns this device's part along an axis."""
+def _scatter_by_permutes(x: jax.Array, axis: int, line: Line) -> jax.Array:
+    """Sums x over devices in permutes; returns this device's part along an axis."""
 
-    def compute(x: jax.Array, hops: Sequence[int], _: int) -> tuple[list, None]:
-        return [line.part(x, axis, hop) for hop in hops], None
+    def compute(x: jax.Array, distances: Sequence[int], _: int) -> tuple[list, None]:
+        return [line.part(x, axis, d) for d in distances], None
 
     return _reduce(x, compute, line, is_held=False)[0]
 
 
-def _gather_by_hops(shard: jax.Array, axis: int, line: Line) -> jax.Array:
-    """Gathers shards along an axis in hops."""
+def _gather_by_permutes(shard: jax.Array, axis: int, line: Line) -> jax.Array:
+    """Gathers shards along an axis in permutes."""
     rows = shard.shape[axis]
     whole = jnp.concatenate([shard] * line.size, axis)
-    for sign, count in line.hops.items():
+    for sign, count in line.reach.items():
         part = shard
-        for hop in range(1, count + 1):
+        for step in range(1, count + 1):
             part = line.send(part, sign)
-            place = (line.number - sign * hop) % line.size * rows
+            place = (line.number - sign * step) % line.size * rows
             whole = lax.dynamic_update_slice_in_dim(whole, part, place, axis)
     return whole
 

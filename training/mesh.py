@@ -150,11 +150,11 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
 class Partition:
     """Places arrays on a mesh by the names of their axes.
 
-    hops: whether parameters travel in permutes from neighbour to neighbour.
+    permutes: whether parameters travel in permutes from neighbour to neighbour.
     """
 
     mesh: Mesh
-    hops: bool = False
+    permutes: bool = False
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
@@ -179,10 +179,10 @@ class Partition:
     def axes(self, name: str | None) -> tuple[str, ...]:
         """Returns the axes of this mesh that RULES gives to a logical axis.
 
-        Where parameters hop, rings of neighbours first: they carry most of the bytes.
+        With permutes, rings of neighbours first: they carry most of the bytes.
         """
         axes = tuple(axis for axis in RULES.get(name, ()) if axis in self.mesh.shape)
-        if self.hops and name == "embed":
+        if self.permutes and name == "embed":
             return tuple(sorted(axes, key=lambda axis: axis not in self._closed))
         return axes
 
@@ -275,14 +275,14 @@ class Partition:
     ) -> jax.Array | Callable[[jax.Array, int], jax.Array]:
         """Does so for one product; may return what makes it, of x and inputs."""
         way = self._way(axis, size, dtype)
-        if not (self.hops and way.stages):
+        if not (self.permutes and way.stages):
             return self.gather(shard, axis, size, dtype)
         shard = self.vary(shard.astype(jnp.float32))
         return lambda x, inputs: multiply(x, shard, way, inputs)
 
     def _way(self, axis: int, size: int, dtype: jnp.dtype) -> Way:
         stages = self._stages(self.mesh_axes("embed", size))
-        return Way(stages, axis, dtype, self.hops)
+        return Way(stages, axis, dtype, self.permutes)
 
     def _stages(self, axes: tuple[str, ...]) -> Stages:
         """Returns the collectives in which these axes are scattered, one after another.

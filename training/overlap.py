@@ -8,18 +8,18 @@ OFFLOADS = tuple(
 )
 
 
-HOPS_FROM = 3072
+PERMUTES_FROM = 3072
 """Tokens of a device from which products outlast their parameters' permutes."""
 
 
-def hops_hide(chip: Chip | None, tokens: int) -> bool:
+def permutes_hide(chip: Chip | None, tokens: int) -> bool:
     """Returns whether parameters should travel in permutes, beside products.
 
     On a v5e, whose scatters are waited for. So are those of a v4, of which no whole
     step with permutes between products has been counted.
     tokens: of a microbatch on a device.
     """
-    return chip is not None and chip.name == "TPU v5e" and tokens >= HOPS_FROM
+    return chip is not None and chip.name == "TPU v5e" and tokens >= PERMUTES_FROM
 
 
 def parameter_options(chip: Chip | None) -> dict[str, str]:
@@ -27,7 +27,7 @@ def parameter_options(chip: Chip | None) -> dict[str, str]:
 
     SparseCores run all collectives, those of gradients too, beside everything. Without
     them gathers are asynchronous on a v4, or on a v5e carried by products as they are,
-    but every scatter is waited for, unless it is permutes (`hops_hide`).
+    but every scatter is waited for, unless it is permutes (`permutes_hide`).
 
     Collectives are not pipelined from layer to layer (ici_ag_pipelining,
     ici_rs_pipelining): a layer is then taken out of the loop, some of its ring

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -113,8 +113,7 @@ def write_corpus(
       chosen: `pattern` and `splits`, as of `list_inputs`.
 
     Raises:
-      FileNotFoundError: an input does not exist.
-      FileExistsError: the output exists and is not empty.
+      FileNotFoundError, FileExistsError: an input is missing, the output is not empty.
       ValueError: an input is not what it is called, a row is bad, the inputs have no
         good one or mostly markup, or the fraction is not between 0 and 1.
     """
@@ -134,9 +133,7 @@ def write_corpus(
         if not keep_markup:
             check_markup(summary.markup, summary.good)
         if not summary.rows:
-            reasons = [f"{len(found.files)} files are read", *summary.left_out()]
-            where, why = ", ".join(map(str, inputs)), "; ".join(reasons)
-            raise ValueError(f"there is no {rows.wanted} in {where}: {why}")
+            _refuse_empty(summary, rows.wanted, inputs)
         with writer:
             writer.has_weights = summary.weighted > 0
             writer.add_sources(sources)
@@ -145,6 +142,12 @@ def write_corpus(
                 for encoded in part.documents():
                     _write(writer, cut, encoded)
     return summary
+
+
+def _refuse_empty(summary: Summary, wanted: str, inputs: Sequence[Path]) -> NoReturn:
+    read = f"{len(summary.inputs.files)} files are read"
+    where, why = ", ".join(map(str, inputs)), "; ".join([read, *summary.left_out()])
+    raise ValueError(f"there is no {wanted} in {where}: {why}")
 
 
 def _write(writer: TokenFileWriter, cut: int, encoded: Encoded) -> None:

@@ -65,7 +65,7 @@ class TokenFile:
     loss_mask: uint8 or float32 (tokens,), the weight of each token's loss, on disk;
       None: 1.
     segments: int64 (segments, 2), where in the stream each part of a tree starts, and
-      how many before it is the one that it continues; None: documents are no trees.
+      how many before it is the one that it continues; None: without trees.
     intervals: of keys that a token of any split sees, at most.
     """
 

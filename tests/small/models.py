@@ -40,9 +40,9 @@ def config_of(
     return small_config("", "", attention=attention, **fields | overrides)
 
 
-def partition_of(shape: MeshShape, hops: bool = False) -> Partition:
+def partition_of(shape: MeshShape, permutes: bool = False) -> Partition:
     count = math.prod(shape.axes.values())
-    return Partition(make_mesh(shape, jax.devices()[:count]), hops)
+    return Partition(make_mesh(shape, jax.devices()[:count]), permutes)
 
 
 def parameters_on(partition: Partition, family: str = "llama") -> Any:
@@ -77,7 +77,7 @@ class Run:
     """A model, its loss, and their gradients for `rows`.
 
     Its hidden size of 36 divides over a ring of 4, but not over fsdp 2 x ring 4.
-    hops: whether its parameters travel in permutes.
+    permutes: whether its parameters travel in permutes.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Run:
         shape: MeshShape,
         attention: str,
         family: str = "llama",
-        hops: bool = False,
+        permutes: bool = False,
         **fields: Any,
     ):
         narrow = {"model__hidden_size": 36}
         narrow |= {"feed_forward_chunk_tokens": 6, "loss_chunk_tokens": 5}
         self.config = config_of(attention, family, **narrow | fields)
-        self.partition = partition_of(shape, hops)
+        self.partition = partition_of(shape, permutes)
         self.resolved = TextRun(self.config, self.partition)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ from tools.lib.planning.estimate import synchronous_seconds
 from tools.lib.planning.plan import kinds
 from tools.lib.planning.roofline import Roofline
 from training.mesh import MeshShape, Partition, make_mesh
-from training.overlap import hops_hide
+from training.overlap import permutes_hide
 
 EMBED = 48
 WEIGHTS = {
@@ -77,8 +77,10 @@ def test_hops_give_what_collectives_do(mesh, is_torus, name, rng, monkeypatch):
         monkeypatch.setattr("training.mesh.MOST_SCATTERED", 4)
     seed = int(rng.integers(2**31))
     got, want = (
-        slopes(partition_of(MeshShape(**mesh), hops), name, np.random.default_rng(seed))
-        for hops in (True, False)
+        slopes(
+            partition_of(MeshShape(**mesh), permutes), name, np.random.default_rng(seed)
+        )
+        for permutes in (True, False)
     )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
@@ -90,21 +92,21 @@ def test_a_model_whose_parameters_hop_has_the_same_gradients(chunk):
     """Its feed-forward at once, or in chunks, whose gradients add up first."""
     fields = {"family": "every_part", "feed_forward_chunk_tokens": chunk}
     shape = MeshShape(fsdp=2, ring=4)
-    hopping = Run(shape, "striped", hops=True, **fields)
-    text = hopping.program.as_text()
+    permuting = Run(shape, "striped", permutes=True, **fields)
+    text = permuting.program.as_text()
     assert " collective-permute" in text
     assert " all-gather(" not in text and " reduce-scatter(" not in text
     (loss, got), (wanted_loss, wanted) = (
-        run.answer() for run in (hopping, run_on(shape, "striped", **fields))
+        run.answer() for run in (permuting, run_on(shape, "striped", **fields))
     )
     assert loss == pytest.approx(wanted_loss, rel=1e-6)
     assert_same(got, wanted, 1e-5)  # as on any other mesh
 
 
 def test_hops_are_taken_where_they_hide_and_collectives_do_not():
-    found = {chip.name for chip in chips.CHIPS if hops_hide(chip, 4096)}
+    found = {chip.name for chip in chips.CHIPS if permutes_hide(chip, 4096)}
     assert found == {"TPU v5e"}
-    assert not any(hops_hide(chip, 2048) for chip in [None, *chips.CHIPS])
+    assert not any(permutes_hide(chip, 2048) for chip in [None, *chips.CHIPS])
 
 
 @pytest.mark.thorough
@@ -114,9 +116,9 @@ def test_scatters_hide_behind_the_products_that_make_them():
     mesh = make_mesh(MeshShape(fsdp=2, ring=4), pod.devices)
     rows = P(mesh.axis_names)
 
-    def waited(hops: bool) -> dict[str, tuple[float, float]]:
+    def waited(permutes: bool) -> dict[str, tuple[float, float]]:
         """Returns bytes sent and waited for, by kind of collective."""
-        partition = Partition(mesh, hops)
+        partition = Partition(mesh, permutes)
 
         def loss(x, first, second):
             y = jax.nn.silu(product(partition, x, first, 0, 1))
@@ -148,5 +150,5 @@ def test_scatters_hide_behind_the_products_that_make_them():
     assert before["reduce-scatter"] == (2 * 4 * size, 2 * 4 * size)
     ((sent, exposed),) = after.values()  # permutes alone
     assert sent == 2 * (4 + 2) * size
-    # The first gather has nothing beside it, nor has the last hop of a scatter.
+    # The first gather has nothing beside it, nor has the last permute of a scatter.
     assert exposed < 0.4 * sent
