@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Starts a run on every worker of a Cloud TPU VM slice, and leaves it running there.
 #
-#   TPU=my-v4 ZONE=us-central2-b tools/launch/tpu_vm.sh configs/tpuv4_7b.py \
+#   TPU=my-v5p ZONE=us-east5-a tools/launch/tpu_vm.sh configs/models.py:llama3_8b/v5p \
 #     --config.workdir=gs://BUCKET/RUN --config.data.corpus=CORPUS
 #
-# The workers find each other. The same command resumes. A run that was preempted (75),
-# hung (70) or lost another worker (134, JAX aborts it) is started again; after any other
-# end it stays down. The log is ~/annulus/run.log.
+# It copies the files that git knows, and new ones that git does not ignore (about 4 MB),
+# to ~/annulus of every worker: no runs, corpora or environments. The workers find each
+# other. The same command resumes. A run that hung (70) or lost another worker (134, JAX
+# aborts it) is started again; after any other end, a stop (75) among them, it stays
+# down. The log is ~/annulus/run.log. See docs/many_hosts.md.
 set -euo pipefail
 : "${TPU:?name of the TPU VM}" "${ZONE:?its zone}"
 config=${1:?a file in configs/}
@@ -17,10 +19,17 @@ on_all_workers() {
   gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command="$1"
 }
 
-gcloud compute tpus tpu-vm scp --recurse --worker=all --zone="$ZONE" \
-  . "$TPU:~/annulus"
-on_all_workers "cd ~/annulus && make venv ACCELERATOR=tpu"
+source=$(mktemp -d)/annulus.tar.gz
+git ls-files -z --cached --others --exclude-standard |
+  tar --null --files-from=- -czf "$source"
+gcloud compute tpus tpu-vm scp --worker=all --zone="$ZONE" "$source" "$TPU:"
+# The images have Ubuntu 22.04 with Python 3.10; uv brings 3.12 to ~/.local/bin.
+on_all_workers "mkdir -p annulus && tar -xzf annulus.tar.gz -C annulus && cd annulus &&
+  export PATH=\$HOME/.local/bin:\$PATH &&
+  { command -v python3.12 || { python3 -m pip install -q --user uv &&
+    uv python install 3.12; }; } &&
+  tools/make_venv.sh .venv requirements.txt requirements-tpu.txt"
 # tmux outlives the connection.
-on_all_workers "cd ~/annulus && tmux new-session -d -s annulus \
+on_all_workers "cd annulus && tmux new-session -d -s annulus \
   'until .venv/bin/python train.py$flags >>run.log 2>&1 ||
-    ! grep -qw \$? <<<\"70 75 134\"; do :; done'"
+    ! grep -qw \$? <<<\"70 134\"; do :; done'"
