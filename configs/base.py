@@ -1,5 +1,7 @@
 """Every field of a config, its unit and meaning. Other configs say only what differs.
 
+docs/config.md has them in tables, which `make docs` makes from the comments here.
+
 Run a config with `python train.py --config=configs/NAME.py`, and change any field on
 the way with `--config.section.field=value`. Unknown fields are refused.
 """
@@ -9,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 FIELDS = dict(
+    #: The run
     # "text" trains a LLaMA; "exorl", an agent on packed trajectories, whose further
     # fields are in configs/agents.py.
     task="text",
@@ -25,22 +28,24 @@ FIELDS = dict(
     # as ("rope_theta", "rope_scaling"); when a run resumes, the fields that choose the
     # data of a step: "seed" and those of config.data.
     may_change=(),
-    seed=0,  # of the initial parameters and of the order of the data
+    seed=0,  # seed of the initial parameters and of the order of the data
     # Where curves go beside WORKDIR/metrics.jsonl: "tensorboard", "wandb" (Weights &
     # Biases, from requirements-wandb.txt; WANDB_MODE=offline for later).
     metrics=("tensorboard",),
+    # Steps to trace for xprof, as in "10-12", beside the curves; "": none.
+    profile="",
     # CPU devices to simulate, for a try without accelerators; 0: the devices there are.
     simulated_devices=0,
-    # Processes of a run on many hosts. Cloud TPU, GKE, SLURM and Open MPI tell these;
-    # elsewhere: HOST:PORT of the first process, how many there are, and the number of
-    # this one, from 0.
+    # Processes of a run on many hosts. Cloud TPU, GKE with TPUs, SLURM and Open MPI say
+    # the first three; give them elsewhere.
     hosts=dict(
-        coordinator="",
-        count=0,
-        index=-1,
+        coordinator="",  # HOST:PORT of the first process, the same for all
+        count=0,  # processes of the run
+        index=-1,  # number of this process, from 0
         start_seconds=300,  # longest wait of the processes for each other at the start
         lost_seconds=100,  # if a process is silent for this long, the others end
     ),
+    #: Attention
     # The attention system: vanilla, memory_efficient, blockwise (also the feed-forward
     # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
     # balanced), or auto: of these three the fastest by estimate, for rows of the
@@ -60,15 +65,15 @@ FIELDS = dict(
         # Ids that the model knows, V. 0: those of the corpus's tokenizer, rounded up to
         # a multiple of 8 (bytes: 264).
         vocab_size=0,
-        hidden_size=2048,
-        feed_forward_size=5504,
-        num_layers=22,
-        num_heads=16,
+        hidden_size=2048,  # width of the residual stream
+        feed_forward_size=5504,  # width between the feed-forward's matrices
+        num_layers=22,  # decoder layers
+        num_heads=16,  # query heads
         num_kv_heads=16,  # key/value heads; num_heads must be a multiple
-        head_dim=128,
+        head_dim=128,  # numbers of a head
         rope_theta=10_000.0,  # base of RoPE's frequencies
-        norm_epsilon=1e-6,
-        # The fields below make models of other families; see models/sizes.py.
+        norm_epsilon=1e-6,  # added to the mean square in RMSNorm
+        # This field and all below make models of other families (models/sizes.py).
         # Kinds of the layers, repeated over them: "w" sees a window, "f" all; "": "f".
         # "W" and "F" have no RoPE; "d" has Gated DeltaNet in the place of attention.
         layer_pattern="",
@@ -79,55 +84,52 @@ FIELDS = dict(
         attention_scale=0.0,  # factor on the scores; 0: head_dim^-0.5
         attention_soft_cap=0.0,  # cap c of c · tanh(score / c); 0: none
         attention_sinks=False,  # a logit of each head for a key whose value is 0
-        attention_gate=False,  # sigmoids on the heads' results, made as queries are
-        # Of "d" layers: heads, their sizes, and tokens that the convolution reads.
-        delta_key_heads=0,
-        delta_value_heads=0,  # a multiple of the key heads
-        delta_key_dim=0,
-        delta_value_dim=0,
-        delta_convolution=0,
-        qkv_bias=False,
-        output_bias=False,
+        attention_gate=False,  # multiply the heads' results by sigmoids
+        delta_key_heads=0,  # query and key heads of "d" layers
+        delta_value_heads=0,  # value heads of "d" layers, a multiple of the key heads
+        delta_key_dim=0,  # numbers of a query or key head of "d" layers
+        delta_value_dim=0,  # numbers of a value head of "d" layers
+        delta_convolution=0,  # tokens that the convolution of "d" layers reads
+        qkv_bias=False,  # biases of queries, keys and values
+        output_bias=False,  # bias of the attention's output
         qk_norm="",  # norms of queries and keys: of each "head", or of "all" at once
-        norms="before",  # attention and feed-forward, "after" them, or "both"
+        norms="before",  # "before" attention and feed-forward, "after", or "both"
         norm_unit_offset=False,  # norms multiply by 1 + scale
         residual_scale=1.0,  # factor on what attention and feed-forward add
-        activation="silu",  # of the feed-forward's gate, or "gelu_tanh"
-        # Of task "text": whether the head is the embedding, factors on embeddings and
-        # logits, and the cap of logits; 0: none.
-        tied_embeddings=False,
-        embedding_scale=1.0,
-        logit_scale=1.0,
-        logit_soft_cap=0.0,
+        activation="silu",  # of the feed-forward's gate: "silu" or "gelu_tanh"
+        tied_embeddings=False,  # the head is the embedding (this and below: text only)
+        embedding_scale=1.0,  # factor on embeddings
+        logit_scale=1.0,  # factor on logits
+        logit_soft_cap=0.0,  # cap of logits; 0: none
     ),
     # How RoPE's frequencies are scaled for a longer context than the model's original
     # one (see models/rope.py), with the field names of Hugging Face.
     rope_scaling=dict(
-        rope_type="none",  # or linear, ntk, yarn, llama3
+        rope_type="none",  # none, linear, ntk, yarn or llama3
         factor=1.0,  # the new context over the original one
-        original_max_position_embeddings=0,  # its tokens; for yarn and llama3
-        # llama3: frequencies below and above these rotations in the original context
-        # are interpolated, or stay.
+        original_max_position_embeddings=0,  # for yarn, llama3: original context
+        # For llama3: frequencies of fewer rotations in the original context are divided
+        # by the factor; between this and the next they are interpolated.
         low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        # yarn: the same, the other way round.
-        beta_fast=32.0,
-        beta_slow=1.0,
-        # yarn: factor on queries and keys each; 0: 0.1 ln(factor) + 1.
+        high_freq_factor=4.0,  # for llama3: frequencies of more rotations stay
+        beta_fast=32.0,  # for yarn: frequencies of more rotations stay
+        beta_slow=1.0,  # for yarn: frequencies of fewer are divided by the factor
+        # For yarn: factor on queries and keys each; 0: 0.1 ln(factor) + 1.
         attention_factor=0.0,
-        # yarn: whether the interpolation begins and ends at whole pairs.
+        # For yarn: whether the interpolation begins and ends at whole pairs.
         truncate=True,
     ),
     # Low-rank adapters of the layers' matrices (LoRA): only they are trained, and
     # saved; the parameters of init_from are frozen, and read again at every start.
     lora=dict(
-        rank=0,  # of the adapters; 0 for none: all parameters are trained
+        rank=0,  # rank of the adapters; 0: none, all parameters are trained
         alpha=16.0,  # an adapter's output is multiplied by alpha / rank
-        targets="q,k,v,o,gate,up,down",  # matrices that have one
+        targets="q,k,v,o,gate,up,down",  # matrices that have an adapter
         # Type in which frozen matrices are held: "bfloat16", "float32", or "" for that
         # of compute_dtype, in which they are multiplied.
         base_dtype="",
     ),
+    #: Memory and types
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters
     # that are trained, and what updates them: see optimizer.
     compute_dtype="bfloat16",
@@ -144,15 +146,19 @@ FIELDS = dict(
     # In how many parts a device's key/value heads are attended to, one after the other:
     # queries, keys, values, and what the ring holds, exist for one part at a time.
     attention_parts=1,
-    # Tokens per device whose feed-forward, or whose logits, exist at a time. 0: chosen
-    # for the device (see models/memory.py); layers that keep their products then take
-    # all tokens at once. As large as the tokens of a device, or larger: all at once.
+    # Tokens per device whose feed-forward exists at a time. 0: chosen for the device
+    # (see models/memory.py); layers that keep their products then take all tokens at
+    # once. As large as the tokens of a device, or larger: all at once.
     feed_forward_chunk_tokens=0,
-    loss_chunk_tokens=0,
-    # Devices along each axis; -1 for all that remain. Batch over data and fsdp,
-    # sequence over ring, heads and feed-forward over tensor, parameters over fsdp and
-    # ring.
-    mesh=dict(data=1, fsdp=1, ring=-1, ulysses=1, tensor=1),
+    loss_chunk_tokens=0,  # tokens per device whose logits exist at a time; 0: chosen
+    # Devices along each axis, and what they share; -1 in one axis for all that remain.
+    mesh=dict(
+        data=1,  # the batch; each holds a copy of the parameters
+        fsdp=1,  # the batch and the parameters
+        ring=-1,  # the sequence and the parameters
+        ulysses=1,  # each of the ring's shards, and in attention its heads
+        tensor=1,  # heads, feed-forward and vocabulary
+    ),
     data=dict(
         # Directory made by tools/prepare_text.py, or several, mixed: "a:0.7,b:0.3"
         # takes 7 rows of 10 from a, "a,b" as many of each as it has. "": the source of
@@ -188,14 +194,14 @@ FIELDS = dict(
         # "host", from which it passes through the device a layer at a time. "host_all":
         # so do the layers' parameters and gradients.
         placement="device",
-        peak_lr=3e-4,
-        end_lr=3e-5,
-        warmup_steps=100,
-        weight_decay=0.1,
-        beta1=0.9,
-        beta2=0.95,
+        peak_lr=3e-4,  # largest learning rate
+        end_lr=3e-5,  # learning rate of the last step, reached along a cosine
+        warmup_steps=100,  # updates in which the learning rate rises to its peak
+        weight_decay=0.1,  # of matrices, times the learning rate
+        beta1=0.9,  # decay of the first moment
+        beta2=0.95,  # decay of the second moment
         momentum=0.95,  # decay of Muon's moment
-        epsilon=1e-8,
+        epsilon=1e-8,  # added to the root of the second moment
         clip_norm=1.0,  # largest norm of the gradients
     ),
     train=dict(
@@ -204,13 +210,11 @@ FIELDS = dict(
         # says that there is nothing to do.
         extra_steps=0,
         microbatches=1,  # parts of a batch whose gradients are added up for the update
-        log_every_steps=10,
-        validate_every_steps=100,
+        log_every_steps=10,  # steps between printed lines and points of the curves
+        validate_every_steps=100,  # steps between validations
         # Batches of held-out rows in a validation; 0: no validation.
         validation_batches=8,
     ),
-    # Steps to trace for xprof, as in "10-12", beside the curves; "": none.
-    profile="",
     guard=dict(
         # Updates whose loss or gradients are not finite are always skipped. Also skip
         # those whose loss is this many standard deviations (6, say) above the mean of
@@ -220,11 +224,11 @@ FIELDS = dict(
         # Compute a skipped step twice more, to separate hardware faults from those of
         # the data; the run then waits for every step, and needs deterministic kernels.
         replay=False,
-        # A run without progress for this long ends, with the stacks of its threads. The
-        # first limit holds while it restores, compiles, validates, saves or makes its
-        # first two steps; later the second, or 10 times its longest step if that is
-        # longer. 0: no limit.
+        # A run without progress for this long ends, with the stacks of its threads,
+        # while it restores, compiles, validates, saves or makes its first two steps.
+        # 0: no limit.
         first_step_seconds=14400.0,
+        # The same later, or 10 times its longest step if that is longer.
         step_seconds=1800.0,
     ),
     checkpoint=dict(
