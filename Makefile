@@ -7,9 +7,10 @@
 #   make test-all   the slow tests too, which take hours
 #   make check      format, lint, types and quick tests, as a change must pass
 #   make format     put the code into its format
+#   make docs       the pages as a site, with an API page, in build/site
 #   make venv       only make .venv; train and venv take ACCELERATOR=tpu, gpu, rl, wandb
 
-.PHONY: help train test test-thorough test-all check lint format venv venv-dev
+.PHONY: help train test test-thorough test-all check lint format docs venv venv-dev
 # The environment is made once, before whatever uses it.
 .NOTPARALLEL:
 
@@ -54,6 +55,16 @@ lint: venv-dev
 format: venv-dev
 	$(PYTHON) -m ruff check --select I --fix .
 	$(PYTHON) -m ruff format .
+
+# What git knows is copied, so that links to source files are links of the site too.
+docs:
+	@tools/make_venv.sh .venv-docs requirements-docs.txt
+	.venv-docs/bin/python docs/config_page.py
+	rm -rf build/pages build/site
+	mkdir -p build/pages
+	git ls-files -z | tar --null -T - -cf - | tar -xf - -C build/pages
+	ln -sfn ../kernels build/annulus
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 venv:
 	@tools/make_venv.sh .venv requirements.txt $(ACCELERATOR:%=requirements-%.txt)

@@ -4,15 +4,18 @@ A slow test runs these in their order, as somebody who just cloned the tree: in 
 of it, with small sizes added to the end of each.
 """
 
+import ast
 import glob
 import itertools
 import json
+import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +26,12 @@ from tokenizers import Tokenizer
 
 import kernels
 from configs import agents, base
+from docs import config_page
 from tasks import run_config
 from tasks.command_line import read_config
+from tasks.config_errors import fields_by_name
 from tests import pages
-from tests.cases import pairs
+from tests.cases import pairs, table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT, Command
 from tests.small.chats import FAMILIES
@@ -64,9 +69,11 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_the_readme_is_short_and_leads_to_every_page():
+def test_pages_are_short_and_the_readme_leads_to_every_one():
     lines = README.text.splitlines()
     assert len(lines) <= 170
+    long = [p for p in LIVING if len(p.text.splitlines()) > 200]
+    assert long == []
     assert any("Nothing has run on a TPU" in line for line in lines[:12])
     linked = {file for page in PAGES for file, _ in page.links()}
     assert {page.path for page in PAGES} - {README.path} <= linked
@@ -134,6 +141,50 @@ def test_config_fields_in_the_text_are_those_of_the_base_config():
         section, _, field = name.partition(".")
         assert section in known, name
         assert not field or field in known[section], name
+
+
+def test_pages_made_from_the_source_are_up_to_date():
+    source, made = (ROOT / "configs/base.py").read_text(), config_page.PAGE.read_text()
+    assert config_page.page(source) == made, "make docs"
+    named = re.findall(r"^\| `([\w.]+)` ", made, re.MULTILINE)
+    assert sorted(named) == sorted(fields_by_name(base.get_config()))
+    for line, said in ("    seed=0,", "give a comment to seed"), ("    x", "neither"):
+        with pytest.raises(ValueError, match=said):
+            config_page.page(f"FIELDS = dict(\n{line}\n)\n")
+    api = (ROOT / "docs/api.md").read_text()
+    named = re.findall(r"^::: annulus\.(?:\w+\.)?(\w+)$", api, re.MULTILINE)
+    assert sorted(named) == sorted(kernels.__all__)
+
+
+def printed(path: Path) -> Iterator[str]:
+    """Yields the strings of a source file, "…" in the place of each value."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = (getattr(part, "value", "") for part in node.values)
+            yield "".join(p if isinstance(p, str) else "…" for p in parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_of_the_page_are_those_of_the_source():
+    text = (ROOT / "docs/when_it_goes_wrong.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    folders = "data", "tasks", "tools/lib/compiled", "training"
+    files = [file for name in folders for file in (ROOT / name).rglob("*.py")]
+    said = "\n".join(text for file in files for text in printed(file))
+    assert len(quoted) > 20 and [m for m in quoted if m not in said] == []
+
+
+@pytest.mark.parametrize("name, devices", table("commands.txt", "launch"))
+def test_launch_files_ask_for_a_mesh_of_their_devices(name, devices):
+    text = (ROOT / "tools/launch" / name).read_text()
+    text = text.replace("$(JOB_COMPLETION_INDEX)", "0")
+    fields = re.findall(r"--config\.[\w.]+=\w[^\s\\]*", text)
+    config = read_config(
+        [f"--config={re.search(r'configs/[^ \n]+', text)[0]}", *fields]
+    )
+    assert math.prod(config.mesh.values()) == devices
+    assert config.data.batch_rows == config.mesh.data * config.mesh.fsdp
 
 
 (MESHES,) = (page for page in PAGES if str(page) == "docs/meshes.md")
@@ -208,11 +259,11 @@ IMPORT = "python -m tools.convert_hf import Llama-2"
 EXPORT = "python -m tools.convert_hf export runs/tiny Llama-2-7b-hf".split()
 
 
-def found(command: Command, table: dict) -> str | None:
-    """Returns the one key of a table that the command begins with, if any."""
-    keys = [key for key in table if str(command).startswith(key)]
-    assert len(keys) < 2, keys
-    return keys[0] if keys else None
+def found(command: Command, keys: Iterable[str]) -> str | None:
+    """Returns the one of the keys that the command begins with, if any."""
+    begun = [key for key in keys if str(command).startswith(key)]
+    assert len(begun) < 2, begun
+    return begun[0] if begun else None
 
 
 @pytest.fixture
@@ -280,9 +331,8 @@ def run(root: Path, *words: str) -> None:
 
 
 def test_every_exception_is_a_command_of_the_text():
-    for table in (NOT_RUN, MORE):
-        used = {found(command, table) for command in COMMANDS} - {None}
-        assert used == table.keys()
+    for keys in (NOT_RUN.keys(), MORE.keys()):
+        assert {found(command, keys) for command in COMMANDS} - {None} == keys
 
 
 @pytest.mark.slow
