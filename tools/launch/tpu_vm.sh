@@ -4,6 +4,7 @@
 #   TPU=my-v5p ZONE=us-east5-a tools/launch/tpu_vm.sh configs/models.py:llama3_8b/v5p \
 #     --config.workdir=gs://BUCKET/RUN --config.data.corpus=CORPUS
 #
+# On 64 v6e configs/models.py:llama3_8b/v6e, on 32 v5e configs/models.py:olmo3_7b/v5e_8k.
 # It copies the files that git knows, and new ones that git does not ignore (about 4 MB),
 # to ~/annulus of every worker: no runs, corpora or environments. The workers find each
 # other. The same command resumes. A run that hung (70) or lost another worker (134, JAX
