@@ -34,6 +34,8 @@ REFUSED = ValueError, OSError, ImportError, NotImplementedError, FloatingPointEr
 NO_DEVICES = "Unable to initialize backend "
 """Beginning of JAX's error where a platform cannot be used."""
 
+NO_MEMORY = "RESOURCE_EXHAUSTED"
+
 # Of accelerators: files, and what an environment has where JAX itself is to look.
 NVIDIA_GPUS = "dev/nvidia0", "dev/nvidiactl"
 TPUS = ("dev/accel[0-9]*",)
@@ -60,6 +62,12 @@ def as_program(main: Main) -> Callable[[Sequence[str] | None], int]:
         except REFUSED as error:
             return _end(error)
         except RuntimeError as error:
+            if NO_MEMORY in str(error):
+                say(str(error), sys.stderr)
+                return _end(
+                    "a device's memory is too small (see above): what to change, and "
+                    "in which order, is in docs/when_it_goes_wrong.md"
+                )
             if not str(error).startswith(NO_DEVICES):
                 raise
             reason = str(error).removeprefix(NO_DEVICES).split(" (set JAX_")[0]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
@@ -68,6 +69,15 @@ ERRORS = [
     (FloatingPointError("nan"), 1),
     (KeyboardInterrupt(), 130),
 ]
+
+
+def test_memory_that_is_too_small_is_said_below_xlas_account(capsys):
+    said = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.\n  5 GiB: a fusion"
+    )
+    assert end_by(jax.errors.JaxRuntimeError(said)) == 1
+    *account, last = capsys.readouterr().err.splitlines()
+    assert account == said.splitlines() and last.startswith("error: a device's memory")
 
 
 @pytest.mark.parametrize(("error", "status"), ERRORS)
