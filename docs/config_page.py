@@ -12,14 +12,10 @@ HEAD = """# Fields of a config
 
 `--config.NAME=VALUE` changes a field, as `--config.mesh.ring=4`. Agents have more
 fields, in [configs/agents.py](../configs/agents.py). `make docs` makes this page from
-the comments of [configs/base.py](../configs/base.py).
-"""
+the comments of [configs/base.py](../configs/base.py)."""
 _TABLE = "\n| field | default | |\n|---|---|---|"
-_LINE = re.compile(
-    r"""\ +(?:\#:\ (?P<subject>.+)|\#\ (?P<comment>.+)|(?P<section>\w+)=dict\(|\),
-    |(?P<name>\w+)=(?P<value>.+),(?:\ \ \#\ (?P<after>.+))?)""",
-    re.VERBOSE,
-)
+_FIELD = r"(\w+)=(?:dict\(|(.+),(?:  # (.+))?)"
+_LINE = re.compile(rf" +(?:#: (.+)|# (.+)|\),|{_FIELD})")
 
 
 def page(source: str) -> str:
@@ -28,32 +24,30 @@ def page(source: str) -> str:
     Raises:
       ValueError: a line there is neither comment nor field, or a field has no comment.
     """
-    lines, said, section = [HEAD.rstrip()], [], ""
+    lines, said, section = [HEAD], [], ""
     body = source.partition("FIELDS = dict(\n")[2].partition("\n)\n")[0]
     for line in body.splitlines():
         if not (found := _LINE.fullmatch(line)):
             raise ValueError(f"configs/base.py: neither comment nor field: {line!r}")
-        part = found.groupdict()
-        meaning = " ".join([*said, *filter(None, [part["after"]])])
-        if part["comment"]:
-            said.append(part["comment"])
+        subject, comment, name, value, after = found.groups()
+        said += filter(None, [comment, after])
+        if comment:
             continue
-        said = []
-        if part["subject"]:
-            lines.append(f"\n## {part['subject']}\n{_TABLE}")
-        elif part["section"]:
-            section = part["section"] + "."
-            lines.append(f"\n## `{section[:-1]}`\n\n{meaning}\n{_TABLE}")
-        elif part["name"] and not meaning:
-            raise ValueError(
-                f"configs/base.py: give a comment to {section}{part['name']}"
-            )
-        elif part["name"]:
-            cell = meaning[0].upper() + meaning[1:]
-            lines.append(f"| `{section}{part['name']}` | `{part['value']}` | {cell} |")
-        else:
+        meaning, said = " ".join(said), []
+        if subject:
+            lines.append(f"\n## {subject}\n{_TABLE}")
+        elif not name:
             section = ""
-    return re.sub(r"\n\n\n+", "\n\n", "\n".join(lines) + "\n")
+        elif not value:
+            section = f"{name}."
+            lines.append(f"\n## `{name}`" + f"\n\n{meaning}" * bool(meaning))
+            lines.append(_TABLE)
+        elif meaning:
+            cell = meaning[0].upper() + meaning[1:]
+            lines.append(f"| `{section}{name}` | `{value}` | {cell} |")
+        else:
+            raise ValueError(f"configs/base.py: give a comment to {section}{name}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
