@@ -87,8 +87,7 @@ LONGEST_CHECKED = 8192
 
 def _tiles(problem: Problem, layout: str) -> dict[str, Any]:
     given = rings.layout_of(layout, problem), problem.ring_size, problem.visible
-    found = count_tiles(*given, BlockSizes(TILE, TILE))
-    return {name: count for name, count in found.items() if name != "tiles"}
+    return count_tiles(*given, BlockSizes(TILE, TILE))
 
 
 def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:

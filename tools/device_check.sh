@@ -9,8 +9,7 @@
 #
 # OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json and
 # train.json, and of TPUs rings.json, of rings over all chips of the host: copy the JSON
-# files into results/, under the name of the device, and draw them with
-# `python -m tools.figures rates`.
+# files into results/, under the name of the device.
 # WHEELS holds packages to be installed first, without a network.
 # "rehearsal" runs all of it in tiny sizes on a CPU, to try the script itself.
 set -uo pipefail

@@ -131,6 +131,7 @@ def test_every_layout_has_a_right_row_whose_rates_agree(measure, capsys):
         assert row["compile_seconds"] > 0 and row["cpu_seconds_median"] > 0
         assert row["peak_share"] is None
         assert row["tiles_critical_path"] == TILES[row["layout"]]
+        assert row["tiles_bound"] == pytest.approx(8 * 8 / 2 / 2, rel=1e-2)
     titles, *lines = capsys.readouterr().out.splitlines()[-4:]
     assert titles.split()[:2] == ["layout", "implementation"]
     assert [line.split()[0] for line in lines] == ORDERS

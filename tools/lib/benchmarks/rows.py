@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from data.json_text import parse_json
 from kernels import chips
 from tools.lib.files import write_json
 
@@ -167,23 +166,6 @@ def check_output(path: Path) -> None:
     except OSError as error:
         raise ValueError(
             f"{path.parent} cannot be written to: {error.strerror}"
-        ) from error
-
-
-def read_rows(path: Path, *fields: str) -> list[dict[str, Any]]:
-    """Reads a JSON list of rows.
-
-    fields: that every row has to have.
-
-    Raises:
-      ValueError: the file holds something else.
-    """
-    try:
-        rows = parse_json(path.read_text(encoding="utf-8"))
-        return [row | {name: row[name] for name in fields} for row in [*rows]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} holds no rows of a benchmark ({type(error).__name__}: {error})"
         ) from error
 
 
