@@ -138,7 +138,7 @@ FIELDS = dict(
     remat="attention",
     # Further GiB of a device for kept results: from the last layer on, as many layers
     # as fit keep what the next policy keeps (nothing or tail, attention, products).
-    # tools/plan_pod.py --fit-remat finds the largest value.
+    # tools/plan_pod.py says how much memory is left.
     remat_budget_gib=0.0,
     # Gather parameters, and scatter gradients, beside products: on v5p, v6e and later
     # by SparseCores, on v5e in permutes (see training/overlap.py).

@@ -214,13 +214,6 @@ class Kept:
         """Returns by how many bytes a layer keeps more with each next policy."""
         return [b - a for a, b in pairwise(map(self.of_layer, _from(policy)))]
 
-    def budget(self, policy: str, steps: int) -> float:
-        """Returns bytes that let layers climb `steps` rungs in all, and some more."""
-        each = [
-            size for size in self.rungs(policy) for _ in range(self.sizes.num_layers)
-        ]
-        return sum(each[:steps]) + min(each) / 2 if steps else 0.0
-
     def climb(self, policy: str, budget: float) -> list[tuple[str, int]]:
         """Returns the policies of the layers and their numbers, first layers first.
 

@@ -8,10 +8,6 @@
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --find-max-context
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 --suggest
-    python -m tools.plan_pod --config=configs/h200_1b.py --topology=h200:1x1 \\
-        --fit-remat
-    python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
-        --config.remat=nothing --compare plan.json
     python -m tools.plan_pod --config=configs/tpuv4_7b.py --topology=v4:8x8x8 \\
         --documents 8192 65536
 
@@ -28,10 +24,9 @@ with --devices=1 --config.mesh.ring=1. A system that does not fit ends with an e
 """
 
 import argparse
-import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +35,6 @@ import ml_collections
 
 from data.row_trees import GROUP
 from kernels import layouts
-from models.memory import NEXT
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
 from tasks.layout_advice import row_lines
 from tasks.layout_choice import typical_rows
@@ -50,14 +44,20 @@ from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
 from tools.lib.files import write_json
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import Plan
-from tools.lib.planning.step import SPARE_SHARE, Search, Step, Try, check
-from tools.lib.planning.text import compare, describe, describe_meshes, size
+from tools.lib.planning.step import SPARE_SHARE, Search, Step, check
+from tools.lib.planning.text import describe, describe_meshes, size
 
 LEAST_STEP = 256
 """Smallest difference of contexts, in tokens of a device."""
 
 MOST_MESHES = 12
 """Suggestions printed; --output gets all."""
+
+GONE = {
+    "--compare": "compare the two texts, or the files of --output",
+    "--fit-remat": "set config.remat_budget_gib to memory that a plan leaves",
+}
+"""What to do in place of earlier options."""
 
 
 def compiled_plan(
@@ -93,14 +93,31 @@ def find_max_context(
     partition = run.partition
     divisor = layouts.divisor(run.layout, partition.ring_size, partition.slices)
     unit = divisor * max(1, LEAST_STEP // (divisor // partition.ring_size))
-    search, first = Search(unit, _limit(pod)), config.data.context_tokens
+    search = Search(unit, (1 - SPARE_SHARE) * pod.chip.hbm_bytes)
+    plans: dict[int, Plan] = {}
 
-    def change(context: int) -> str:
-        config.data.context_tokens = context
-        return f"{context:,} tokens"
+    def peak_of(context: int) -> int | None:
+        """Compiles a context and prints what it takes: bytes, or None if too many."""
+        start, config.data.context_tokens = time.perf_counter(), context
+        jax.clear_caches()  # of earlier tries, which are large
+        try:
+            plan = compiled_plan(config, pod, documents)
+        except TooLarge as error:
+            seconds = time.perf_counter() - start
+            print(f"{context:,} tokens: {error} ({seconds:.0f} s)", flush=True)
+            return None
+        plans[context], memory = plan, plan.memory
+        fits = "fits" if memory.peak <= search.limit else "does not fit"
+        hidden = 1 - plan.transfers.exposed_share
+        print(
+            f"{context:,} tokens: {size(memory.peak)}, {memory.spare_share:.1%} spare: "
+            f"{fits}; {hidden:.0%} of the ring's bytes hidden "
+            f"({plan.compile_seconds:.0f} s)",
+            flush=True,
+        )
+        return memory.peak
 
-    plans = _Plans(config, pod, documents, change)
-    tries = search.largest(plans.peak_of, first)
+    tries = search.largest(peak_of, config.data.context_tokens)
     best = search.best(tries)
     if best is None:
         raise ValueError(f"no context fits, down to {tries[-1].size} tokens")
@@ -108,84 +125,7 @@ def find_max_context(
         f"longest context that leaves {SPARE_SHARE:.0%}: {best.size:,} tokens, to "
         f"within {search.step(best.size):,}\n"
     )
-    return plans.found[best.size]
-
-
-def fit_remat(
-    config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int | str, ...] = ()
-) -> Plan:
-    """Finds the plan of the most layers that keep more and leave SPARE_SHARE.
-
-    Prints every try, and the flag to set.
-
-    Raises:
-      ValueError: something in the config is wrong, its remat has no next policy, or
-        the step does not fit as it is.
-    """
-    kept = make_run(config, pod.devices).kept
-    rungs = kept.rungs(config.remat)
-    if not rungs:
-        raise ValueError(
-            f"{config.remat=} must have a next policy: set one of {', '.join(NEXT)}"
-        )
-    layers = config.model.num_layers
-    search = Search(1, _limit(pod), most=layers * len(rungs))
-
-    def change(steps: int) -> str:
-        # Half a layer more than is needed: how it is rounded does not matter.
-        budget = kept.budget(config.remat, steps) / 2**30
-        config.remat_budget_gib = float(f"{budget:.4g}")
-        settings = make_run(config, pod.devices).execution
-        found = (f"{count} layers {run.remat}" for run, count in settings.runs(layers))
-        return ", ".join(found)
-
-    plans = _Plans(config, pod, documents, change)
-    nothing = Try(0, plans.peak_of(0))
-    if nothing.peak is None or not nothing.fits(search.limit):
-        raise ValueError(f"{config.remat=} leaves less than {SPARE_SHARE:.0%}")
-    first = max(1, min(search.most, int((search.limit - nothing.peak) / rungs[0])))
-    best = search.best(search.largest(plans.peak_of, first, [nothing]))
-    said = change(best.size)
-    print(
-        f"most layers that leave {SPARE_SHARE:.0%}: {said}: "
-        f"--config.remat_budget_gib={config.remat_budget_gib}\n"
-    )
-    return plans.found[best.size]
-
-
-@dataclasses.dataclass
-class _Plans:
-    """Plans of a config by a size of it; `change` sets the size and names it."""
-
-    config: ml_collections.ConfigDict
-    pod: Pod
-    documents: tuple[int | str, ...]
-    change: Callable[[int], str]
-    found: dict[int, Plan] = dataclasses.field(default_factory=dict)
-
-    def peak_of(self, count: int) -> int | None:
-        """Compiles a size and prints what it takes: bytes, or None if too many."""
-        start, name = time.perf_counter(), self.change(count)
-        jax.clear_caches()  # of earlier tries, which are large
-        try:
-            plan = compiled_plan(self.config, self.pod, self.documents)
-        except TooLarge as error:
-            seconds = time.perf_counter() - start
-            print(f"{name}: {error} ({seconds:.0f} s)", flush=True)
-            return None
-        self.found[count], memory = plan, plan.memory
-        fits = "fits" if memory.peak <= _limit(self.pod) else "does not fit"
-        hidden = 1 - plan.transfers.exposed_share
-        print(
-            f"{name}: {size(memory.peak)}, {memory.spare_share:.1%} spare: {fits}; "
-            f"{hidden:.0%} of the ring's bytes hidden ({plan.compile_seconds:.0f} s)",
-            flush=True,
-        )
-        return memory.peak
-
-
-def _limit(pod: Pod) -> float:
-    return (1 - SPARE_SHARE) * pod.chip.hbm_bytes
+    return plans[best.size]
 
 
 def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
@@ -198,9 +138,6 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     """
     if options.output:
         check_output(options.output)
-    if options.compare and options.suggest:
-        raise ValueError("--compare must be without --suggest, which makes no plan")
-    earlier = Plan.read(options.compare) if options.compare else None
     if options.context is not None:
         config.data.context_tokens = options.context
     check(config)
@@ -215,18 +152,11 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
         what |= {"rows": config.data.batch_rows, "context": config.data.context_tokens}
         value: Any = [what | one.row() for one in found]
     else:
-        if options.find_max_context:
-            plan = find_max_context(config, pod, documents)
-        elif options.fit_remat:
-            plan = fit_remat(config, pod, documents)
-        else:
-            plan = compiled_plan(config, pod, documents)
+        way = find_max_context if options.find_max_context else compiled_plan
+        plan = way(config, pod, documents)
         rows = typical_rows(config, documents)
         lines = row_lines(make_run(config, pod.devices, rows))
         print("\n".join([*describe(plan), *lines]))
-        if earlier:
-            names = options.compare.stem[:12], "this plan"
-            print("\n".join(compare(names, (earlier, plan))))
         value = plan.row()
     if options.output:
         write_json(options.output, value)
@@ -257,9 +187,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "prompt and its answers as 32768+16x4096",
     )
     parser.add_argument("--output", type=Path, metavar="JSON")
-    parser.add_argument(
-        "--compare", type=Path, metavar="JSON", help="--output of an earlier plan"
-    )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument(
         "--find-max-context",
@@ -267,14 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="plan the longest context that fits, from the one that is given on",
     )
     ways.add_argument(
-        "--fit-remat",
-        action="store_true",
-        help="plan the most layers that keep more than config.remat and fit",
-    )
-    ways.add_argument(
         "--suggest", action="store_true", help="rank meshes; compiles nothing"
     )
     options, rest = parser.parse_known_args(arguments)
+    for flag in rest:
+        if remedy := GONE.get(flag.partition("=")[0]):
+            parser.error(f"{flag} is no option any more: {remedy}")
     # Compiles for an AOT topology: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
     try:

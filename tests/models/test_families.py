@@ -13,7 +13,7 @@ from kernels.layouts import permute
 from tests.cases import in_tiers, table
 from tests.small.agents import drawn
 from tests.small.families import FAMILIES
-from tests.small.models import Run, assert_same, rows
+from tests.small.models import Run, assert_same, budget_gib, rows
 from tests.small.runs import KINDS
 from training.mesh import MeshShape
 from training.step import initial_state
@@ -86,7 +86,7 @@ def test_ten_steps_on_a_mesh_are_those_of_one_device(family, attention, mesh, fi
     if fields is None:
         fields = {"remat": "nothing"}
         kept = Run(shape, attention, family, **fields).resolved.kept
-        fields["remat_budget_gib"] = kept.budget("nothing", 1) / 2**30
+        fields["remat_budget_gib"] = budget_gib(kept, "nothing", 1)
     run = Run(shape, attention, family, **SETTINGS | fields)
     losses, (first, last) = train(run, COMPARED)
     wanted, (same_first, wanted_last) = on_one_device(family)

@@ -13,7 +13,14 @@ import pytest
 from models.memory import REMAT_POLICIES, Device, Kept, choose_chunk
 from models.sizes import DecoderConfig
 from tests.cases import table
-from tests.small.models import BATCH_ROWS, LENGTH, Run, assert_same, rows
+from tests.small.models import (
+    BATCH_ROWS,
+    LENGTH,
+    Run,
+    assert_same,
+    budget_gib,
+    rows,
+)
 from training.mesh import MeshShape
 
 DEVICES = {
@@ -70,7 +77,7 @@ def run_with_budget(steps: int, **fields: Any) -> Run:
     chunks = dict.fromkeys(("feed_forward_chunk_tokens", "loss_chunk_tokens"), 0)
     fields |= {"remat": "nothing"} | chunks
     run = Run(MeshShape(), "striped", **fields)
-    budget = run.resolved.kept.budget("nothing", steps) / 2**30
+    budget = budget_gib(run.resolved.kept, "nothing", steps)
     return Run(MeshShape(), "striped", remat_budget_gib=budget, **fields)
 
 

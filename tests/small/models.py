@@ -17,6 +17,7 @@ from kernels import masks
 from kernels.layouts import Layout, permute
 from kernels.masks import Mask
 from models.abstract import Model
+from models.memory import Kept
 from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.small.agents import drawn
@@ -43,6 +44,12 @@ def config_of(
 def partition_of(shape: MeshShape, permutes: bool = False) -> Partition:
     count = math.prod(shape.axes.values())
     return Partition(make_mesh(shape, jax.devices()[:count]), permutes)
+
+
+def budget_gib(kept: Kept, policy: str, steps: int) -> float:
+    """GiB that let layers climb `steps` rungs in all, and half a rung more."""
+    each = [size for size in kept.rungs(policy) for _ in range(kept.sizes.num_layers)]
+    return (sum(each[:steps]) + min(each) / 2) / 2**30 if steps else 0.0
 
 
 def parameters_on(partition: Partition, family: str = "llama") -> Any:

@@ -15,6 +15,7 @@ from models.sizes import LanguageModelConfig
 from tasks import systems
 from tasks.layout_choice import typical_rows
 from tasks.text import TextRun
+from tests.small.models import budget_gib
 from tools import plan_pod
 from tools.lib.compiled import pods
 from tools.lib.compiled.hlo import Program
@@ -22,7 +23,7 @@ from tools.lib.compiled.pods import TooLarge, aot_pod
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.roofline import Roofline
 from tools.lib.planning.step import TOLERANCE, Memory, Step, peak_bytes
-from tools.lib.planning.text import compare, describe
+from tools.lib.planning.text import describe
 from tools.plan_pod import read_config
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "feed_forward_size": 512}
@@ -171,9 +172,6 @@ def test_plan_is_written_as_json(plan, tmp_path, monkeypatch, capsys):
     for name, found in (("estimate", plan.estimate), ("at_cycles", plan.at_cycles)):
         expected[name]["step"] = found.step
     assert row == json.loads(json.dumps(expected))
-    plan_pod.main([*arguments, "--compare", str(output)])
-    same = compare(("plan", "this plan"), (plan, plan))
-    assert capsys.readouterr().out == described + layout + "\n".join([*same, ""])
 
 
 def search(plan, monkeypatch, bytes_a_token):
@@ -206,49 +204,6 @@ def test_longest_context_leaves_a_twentieth_and_every_try_is_told(
     assert f"step: 1 x {context:,} tokens" in printed
     search(plan, monkeypatch, bytes_a_token=2**30)
     assert "no context fits, down to 1024 tokens" in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("remat", "fits", "found"),
-    [
-        ("attention", 2.5, "2 layers attention, 2 layers products"),
-        ("attention", 9, "4 layers products"),
-        ("attention", 0.5, "4 layers attention"),
-        ("nothing", 1.5, "3 layers nothing, 1 layers attention"),
-    ],
-)
-def test_layers_that_keep_more_are_found_with_their_budget(
-    plan, monkeypatch, capsys, remat, fits, found
-):
-    """With as much memory as so many layers take that climb a rung."""
-    flags = ["--config=configs/tiny.py", f"--config.remat={remat}"]
-    flags.append("--config.mesh.fsdp=1")
-    pod, tried = aot_pod("v5e:2x2"), []
-
-    def run(*more):
-        config = read_config([*flags, *more])
-        return TextRun(config, systems.partition(config, pod.devices))
-
-    kept, layers = run().kept, run().config.model.num_layers
-    limit = int(0.95 * plan.memory.capacity)
-    least = layers * kept.of_layer(remat) + int(fits * kept.rungs(remat)[0])
-
-    def of(cls, step):
-        tried.append(step.run.execution)
-        memory = dataclasses.replace(
-            plan.memory, peak=limit + kept.of(tried[-1]) - least
-        )
-        return dataclasses.replace(plan, memory=memory, execution=str(tried[-1]))
-
-    monkeypatch.setattr(Plan, "of", classmethod(of))
-    assert plan_pod.main([*flags, "--topology=v5e:2x2", "--fit-remat"]) == 0
-    printed = capsys.readouterr().out
-    (flag,) = re.findall(rf"most layers .* 5%: {found}: --(\S+)", printed)
-    best = run(f"--{flag}").execution
-    said = (f"{count} layers {one.remat}" for one, count in best.runs(layers))
-    assert ", ".join(said) == found
-    assert len(tried) <= 5 and str(best) in printed
 
 
 @pytest.mark.thorough
@@ -307,7 +262,7 @@ def test_layers_in_two_loops_take_what_they_keep_and_no_copy_of_the_stack():
     pod = aot_pod("v5e:2x2")
     kept = TextRun(config, systems.partition(config, pod.devices)).kept
     for steps in (0, 3):
-        config.remat_budget_gib = kept.budget(config.remat, steps) / 2**30
+        config.remat_budget_gib = budget_gib(kept, config.remat, steps)
         step = Step.of(config, pod)
         memories.append(Memory.of(step, step.compile()))
     (one, two), (more,) = memories, kept.rungs(config.remat)

@@ -19,15 +19,15 @@ from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.roofline import Roofline
 
 PARTS = {
-    "attention": ("A", "attention kernels"),
-    "products": ("P", "matrix products"),
-    "recomputed": ("R", "matrix products, recomputed"),
-    "elementwise": ("E", "element-wise work and copies"),
-    "small": ("s", "small instructions"),
-    "ring_waits": ("w", "waits: the ring's transfers"),
-    "other_waits": ("c", "waits: other collectives"),
+    "attention": "attention kernels",
+    "products": "matrix products",
+    "recomputed": "matrix products, recomputed",
+    "elementwise": "element-wise work and copies",
+    "small": "small instructions",
+    "ring_waits": "waits: the ring's transfers",
+    "other_waits": "waits: other collectives",
 }
-"""Fields of an estimate that add up to a step: letter of a bar, and name."""
+"""Fields of an estimate that add up to a step, and their names."""
 
 
 def cycles_per_second(chip: Chip) -> float:

@@ -4,13 +4,10 @@ import dataclasses
 import math
 import resource
 import time
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from data.json_text import is_number, parse_json, short
 from kernels.chips import Chip, measured
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
@@ -162,41 +159,6 @@ class Plan:
         for name in ("estimate", "at_cycles"):
             row[name]["step"] = getattr(self, name).step
         return row
-
-    @classmethod
-    def read(cls, path: Path) -> "Plan":
-        """Reads the row that `plan_pod.py --output` wrote.
-
-        Raises:
-          ValueError: the file holds no plan, or one of another version.
-        """
-        try:
-            plan = _read(cls, parse_json(path.read_bytes()))
-            if not plan.estimate.step > 0:
-                raise ValueError(f"a step of {plan.estimate.step} s")
-            return plan
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} must be a plan that plan_pod.py --output wrote, got "
-                f"{type(error).__name__}: {error}: plan it again"
-            ) from error
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """Makes a value of a dataclass's field from JSON; other names are left out."""
-    of = typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _read(hint, value[name]) for name, hint in hints.items()})
-    if typing.get_origin(kind) is tuple:
-        return tuple(_read(of[0], one) for one in value)
-    if typing.get_origin(kind) is dict:
-        return {
-            _read(of[0], name): _read(of[1], one) for name, one in dict(value).items()
-        }
-    if not (isinstance(value, str) if kind is str else is_number(value)):
-        raise TypeError(f"{short(value)} where {kind.__name__} should be")
-    return value
 
 
 def transfers(program: Program, ways: int = 1) -> Transfers:

@@ -33,6 +33,8 @@ LARGEST_GROWTH = 8
 TRUSTED_TRIES = 5
 """Tries after which memory is not taken for linear: bisection follows."""
 
+MOST_TRIES = 12
+
 MOST_TOKENS = 2**31 - 1
 """Longest context, as indices are int32."""
 
@@ -198,10 +200,9 @@ def saved_bytes(run: Run) -> int:
 
 @dataclass(frozen=True)
 class Try:
-    """A size that was tried, and the peak of its memory in bytes.
+    """A context that was tried, and the peak of its memory in bytes.
 
-    size: tokens of a context, or of whatever else a step may have more or less.
-    peak: None if the compiler found no program that fits.
+    size: tokens of a context. peak: None if the compiler found no program that fits.
     """
 
     size: int
@@ -214,30 +215,22 @@ class Try:
 
 @dataclass(frozen=True)
 class Search:
-    """What sizes there are, and how much memory.
+    """Searches the longest context in a number of bytes.
 
     unit: sizes are multiples of it. limit: bytes that a device may take.
-    most: the largest size that there is.
     """
 
     unit: int
     limit: float
-    most: int = MOST_TOKENS
-    most_tries: int = 12
 
-    def largest(
-        self,
-        peak_of: Callable[[int], int | None],
-        first: int,
-        known: Sequence[Try] = (),
-    ) -> list[Try]:
+    def largest(self, peak_of: Callable[[int], int | None], first: int) -> list[Try]:
         """Tries sizes until the largest that fits is known to within TOLERANCE.
 
         peak_of: compiles a size and returns the bytes that it takes, None if it does
           not compile. Memory is taken to be close to a line in the size: tries go to
           where the line through two of them meets the limit, and each is confirmed by
           compiling.
-        first: size to begin with. known: tries that were made before.
+        first: size to begin with.
 
         Returns:
           Every try in its order; the largest that fits is the answer, if any does.
@@ -247,9 +240,9 @@ class Search:
         """
         if self.unit < 1 or first < 1:
             raise ValueError(f"{first=} and unit={self.unit} must be at least 1")
-        tries = [*known]
+        tries: list[Try] = []
         size: int | None = max(self.unit, first // self.unit * self.unit)
-        while size is not None and len(tries) < self.most_tries:
+        while size is not None and len(tries) < MOST_TRIES:
             tries.append(Try(size, peak_of(size)))
             size = self._next(tries)
         return tries
@@ -275,7 +268,7 @@ class Search:
         guess = self._guess(tries)
         if high is None:
             # At least a step: what the line excludes must be shown to fail.
-            guess = max(min(guess, LARGEST_GROWTH * low, self.most), low + step)
+            guess = max(min(guess, LARGEST_GROWTH * low, MOST_TOKENS), low + step)
         elif len(tries) > TRUSTED_TRIES or not low < guess < high:
             guess = (low + high) / 2
         else:
@@ -283,7 +276,7 @@ class Search:
             margin = (high - low) / 16
             guess = min(max(guess, low + margin), high - margin)
         size = max(int(guess) // self.unit * self.unit, low + self.unit)
-        return None if size in (high, low) or size > self.most else size
+        return None if size in (high, low) or size > MOST_TOKENS else size
 
     def _guess(self, tries: list[Try]) -> float:
         """Estimates the size whose memory meets the limit."""

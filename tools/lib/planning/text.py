@@ -1,7 +1,6 @@
 """Formats a plan as tables."""
 
 import itertools
-import operator
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
@@ -27,9 +26,6 @@ LEGEND = (
     "  kernel or a product runs between start and end, of the ring's all kernels of a",
     "  step; what outlasts its kernel is waited for, and in the estimate below.",
 )
-
-BAR = 72
-"""Letters of the longest bar."""
 
 
 def describe(plan: Plan) -> list[str]:
@@ -127,25 +123,11 @@ def _why_exposed(plan: Plan, kind: Kind) -> str:
     return f"{size(alone)} not asynchronous, the rest outlasts what runs beside it"
 
 
-Rows = list[tuple[str, Callable[[float], str], Callable[[Estimate], float]]]
-"""A name, how a number is shown, and what it is."""
-
-
-def _times() -> Rows:
-    """Returns the rows of an estimate's parts, of their sum, and of the MFU."""
-    rows: Rows = [
-        (f"{letter} {name}", seconds, operator.attrgetter(field))
-        for field, (letter, name) in PARTS.items()
-    ]
-    rows.append(("  step (all of these)", seconds, lambda one: one.step))
-    return [*rows, ("  MFU", "{:.1%}".format, lambda one: one.mfu)]
-
-
 def _estimate_lines(plan: Plan) -> list[str]:
     columns = {"at least": plan.estimate}
     if plan.at_cycles != plan.estimate:  # as it is where XLA counts no cycles
         columns["XLA's cycles"] = plan.at_cycles
-    both, tokens = list(columns.values()), plan.rows * plan.context_tokens
+    tokens = plan.rows * plan.context_tokens
     each, hours = tokens / plan.devices, 1e9 / tokens * plan.devices / 3600
 
     def line(name: str, cells: Iterable[tuple[str, str]]) -> str:
@@ -154,71 +136,27 @@ def _estimate_lines(plan: Plan) -> list[str]:
 
     head = "time of a step, estimated and not measured"
     lines = ["", line(head, ((name, "") for name in columns))]
-    for name, shown, of in [
-        *_times(),
-        ("  tokens a second", "{:,.0f}".format, lambda e: tokens / e.step),
-        ("  tokens a second, of a device", "{:,.1f}".format, lambda e: each / e.step),
-        ("  device-hours for 1e9 tokens", "{:,.1f}".format, lambda e: hours * e.step),
-    ]:
-        if name == "s small instructions":
+    names = PARTS | {"step": "step (all of these)"}
+    for part, name in names.items():
+        if part == "small":
             name += f", {plan.estimate.instructions:,}"
-        shares = (f"{of(e) / e.step:.1%}" if shown is seconds else "" for e in both)
-        cells = zip((shown(of(e)) for e in both), shares, strict=True)
-        lines.append(line("  " + name, cells))
-    longest = max(one.step for one in both)
-    lines += [*("  " + bar(one, longest) for one in both), "assuming"]
-    for text in itertools.chain(*(one.assumptions for one in both)):
+        found = ((getattr(e, part), e.step) for e in columns.values())
+        cells = ((seconds(count), f"{count / step:.1%}") for count, step in found)
+        lines.append(line(f"  {name}", cells))
+    rates: dict[str, Callable[[Estimate], str]] = {
+        "MFU": lambda e: f"{e.mfu:.1%}",
+        "tokens a second": lambda e: f"{tokens / e.step:,.0f}",
+        "tokens a second, of a device": lambda e: f"{each / e.step:,.1f}",
+        "device-hours for 1e9 tokens": lambda e: f"{hours * e.step:,.1f}",
+    }
+    for name, of in rates.items():
+        lines.append(line(f"  {name}", ((of(e), "") for e in columns.values())))
+    lines.append("assuming")
+    for text in itertools.chain(*(e.assumptions for e in columns.values())):
         lines += textwrap.wrap(
             text, WIDTH, initial_indent="  - ", subsequent_indent="    "
         )
     return lines
-
-
-def bar(estimate: Estimate, longest: float = 0.0) -> str:
-    """Returns a step as letters in the order of PARTS, each an equal time.
-
-    longest: seconds of BAR letters; by default those of the step.
-    """
-    letters, ends = "", 0.0
-    for field, (letter, _) in PARTS.items():
-        ends += getattr(estimate, field)
-        end = round(BAR * ends / (longest or estimate.step))
-        letters += letter * (end - len(letters))
-    return letters
-
-
-def compare(names: tuple[str, str], plans: tuple[Plan, Plan]) -> list[str]:
-    """Returns the lines printed for two plans side by side."""
-    rows: list[tuple[str, Callable[[float], str], Callable[[Plan], float]]] = [
-        ("peak memory of a device", size, lambda plan: plan.memory.peak),
-        ("exposed bytes of collectives", size, _exposed_bytes),
-        *(
-            (name.strip(), shown, lambda plan, of=of: of(plan.estimate))
-            for name, shown, of in _times()
-        ),
-        ("step at XLA's cycles", seconds, lambda plan: plan.at_cycles.step),
-    ]
-    line = "  {:32s} {:>14s} {:>14s} {:>14s}"
-    lines = ["", "compared"]
-    for name, plan in zip(names, plans, strict=True):
-        lines.append(
-            f"  {name:12s} {plan.topology}: {_mesh(plan)}; {plan.rows} x "
-            f"{plan.context_tokens:,} tokens{_documents(plan)}, remat {plan.remat}"
-        )
-    lines += ["", line.format("", *names, "difference")]
-    for name, shown, of in rows:
-        old, new = map(of, plans)
-        sign = "-" if new < old else "+"
-        change = sign + shown(abs(new - old)) if new != old else "same"
-        lines.append(line.format(name, shown(old), shown(new), change))
-    longest = max(plan.estimate.step for plan in plans)
-    for name, plan in zip(names, plans, strict=True):
-        lines.append(f"  {name:12s} {bar(plan.estimate, longest)}")
-    return lines
-
-
-def _exposed_bytes(plan: Plan) -> float:
-    return sum(kind.exposed_bytes for kind in plan.collectives)
 
 
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
