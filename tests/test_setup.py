@@ -213,5 +213,10 @@ def test_checks_of_a_device_are_rehearsed(device, tmp_path):
     done = check(device, tmp_path, sys.executable, "rehearsal")
     assert done.returncode == 0, done.stdout[-2000:]
     found = {path.stem for path in tmp_path.glob("*.json") if path.read_text()}
-    names = {"kernels", "ring", "train", "gist", "sizes"}
+    names = {"kernels", "ring", "gist", "sizes"}
     assert found == names | ({"rings"} if device == "tpu" else set())
+    for context in "64", "128":
+        *_, last = (
+            (tmp_path / f"train_{context}/metrics.jsonl").read_text().split("\n{")
+        )
+        assert '"step": 3' in last

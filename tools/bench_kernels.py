@@ -9,9 +9,9 @@ are timed in rounds, so a machine that is slow for a while is slow for all. A sa
 a number of runs started one after the other and then waited for, so that starting a run
 overlaps the one before it.
 
-A contestant that is not installed or refuses a problem is named with its reason, and
-has no row. The output is a JSON list of rows. Keys: the fields of `Environment` and
-`times` in `tools/lib/benchmarks/rows.py` and of `Problem` in `problems.py`, and
+A contestant that refuses a problem is named with its reason, and has no row. The output
+is a JSON list of rows. Keys: the fields of `Environment` and `times` in
+`tools/lib/benchmarks/rows.py` and of `Problem` in `problems.py`, and
 
 - contestant, direction ("forward" or "backward"), calls (runs of a sample);
 - tflops by flops_convention, peak_share (null on an unknown chip, or if not bfloat16);
@@ -61,7 +61,7 @@ COLUMNS = {
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "tpu": {"contestants": ["pallas_tpu", "splash"]},
-    "gpu": {"contestants": ["hopper", "triton", *(n for n in PEERS if n != "splash")]},
+    "gpu": {"contestants": ["hopper", "triton", "cudnn"]},
     "cpu": {
         "contestants": ["blockwise", "reference"],
         **{"lengths": [512, 1024], "dtypes": ["float32"], "heads": 2, "kv_heads": 2},
@@ -74,13 +74,13 @@ def prepare(name: str, problem: Problem, operands: Operands) -> tuple[Runs, floa
     """Compiles a contestant, runs it once, and returns the seconds that this took.
 
     Raises:
-      Unavailable: it is not installed, or refuses the problem.
+      Unavailable: it refuses the problem.
     """
     begin = time.perf_counter()
     make = PEERS.get(name) or functools.partial(ours, name)
     runs = make(operands, problem.mask == "causal")
     for run in (runs.forward, runs.backward):
-        runs.wait(run())
+        jax.block_until_ready(run())
     return runs, time.perf_counter() - begin
 
 
@@ -107,7 +107,7 @@ def measure(
     exact = ours("blockwise", wide, problem.mask == "causal")
     for direction in DIRECTIONS:
         takes = [
-            functools.partial(take_sample, getattr(runs, direction), calls, runs.wait)
+            functools.partial(take_sample, getattr(runs, direction), calls)
             for runs, _ in entries.values()
         ]
         truth = jax.device_get(getattr(exact, direction)())
@@ -123,9 +123,7 @@ def measure(
 
 def largest_error(runs: Runs, direction: str, truth: Sequence[np.ndarray]) -> float:
     """Returns the largest norm of an array's error relative to that of the truth."""
-    found = (
-        np.asarray(x, np.float32) for x in runs.results(getattr(runs, direction)())
-    )
+    found = (np.asarray(x, np.float32) for x in getattr(runs, direction)())
     return max(map(relative_error, found, truth))
 
 

@@ -7,9 +7,9 @@
 # Usage: [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/gpu_check.sh [rehearsal]
 #        [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/tpu_check.sh [rehearsal]
 #
-# OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json and
-# train.json, and of TPUs rings.json, of rings over all chips of the host: copy the JSON
-# files into results/, under the name of the device.
+# OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json, and of TPUs
+# rings.json, of rings over all chips of the host; and train_CONTEXT/metrics.jsonl, with
+# seconds, MFU and memory of each step. Copy them into results/, under the name of the device.
 # WHEELS holds packages to be installed first, without a network.
 # "rehearsal" runs all of it in tiny sizes on a CPU, to try the script itself.
 set -uo pipefail
@@ -46,21 +46,22 @@ rehearsal*)
     ring=(--implementations blockwise --devices 2 --length 256 --heads 1
         --kv-heads 1 --head-dim 16 --repeats 1 --calls 1)
     rings=(--devices 2 --length 64 --heads 1 --kv-heads 1 --repeats 1)
-    train=(--config configs/tiny.py --contexts 64 128 --steps 3)
+    contexts=(64 128)
+    train=(--config=configs/tiny.py --config.train.steps=3)
     ;;
 gpu)
     platform=cuda
     tests=(-n 14 -k "not pallas_tpu and not over_a_mesh" tests/kernels/test_gpu_ring.py
         tests/kernels/test_attention.py)
-    kernels=(--lengths 8192 16384 32768 --repeats 3 --contestants hopper triton cudnn tokamax
-        torch_flash torch_cudnn)
+    kernels=(--lengths 8192 16384 32768 --repeats 3 --contestants hopper triton cudnn)
     sizes=(--lengths 16384 --head-dims 64 128 256 --masks causal full
         --dtypes bfloat16 float16 --repeats 3
-        --contestants hopper triton cudnn torch_flash)
-    gist=(--lengths 108540 --masks full --contestants hopper cudnn torch_flash
+        --contestants hopper triton cudnn)
+    gist=(--lengths 108540 --masks full --contestants hopper cudnn
         --repeats 2 --calls 1)
     ring=(--devices 8 --length 131072 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16)
-    train=(--config configs/h200_1b.py --contexts 32768 131072 --steps 5)
+    contexts=(32768 131072)
+    train=(--config=configs/h200_1b.py --config.train.steps=5)
     ;;
 tpu)
     platform=tpu
@@ -71,8 +72,9 @@ tpu)
     rings=(--length 32768 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16
         --implementations pallas_tpu --repeats 3)
     # The layers of a 1B, few enough for 16 GB.
-    train=(--config configs/h200_1b.py --config.model.num_layers=4
-        --config.mesh.ring=-1 --contexts 8192 32768 --steps 5)
+    contexts=(8192 32768)
+    train=(--config=configs/h200_1b.py --config.model.num_layers=4
+        --config.mesh.ring=-1 --config.train.steps=5)
     ;;
 *)
     echo "error: device ${device} must be gpu or tpu" >&2
@@ -103,9 +105,27 @@ if [ "$device" = tpu ]; then
     step rings 90 "$PYTHON" -m tools.bench_ring --devices "$chips" "${rings[@]}" \
         --output "$OUT/rings.json"
 fi
-# A step needs its memory in one piece.
-XLA_PYTHON_CLIENT_PREALLOCATE=true step train 200 "$PYTHON" -m tools.bench_train \
-    "${train[@]}" --output "$OUT/train.json"
+# One document, this project's Python end to end: attention reaches over the whole context.
+"$PYTHON" - "$OUT/corpus" <<'END' || failed+=(corpus)
+import sys
+from pathlib import Path
+
+from data.text.token_file import SPLITS, TokenFileWriter
+from data.text.tokenizer import ByteTokenizer
+
+text = "\n".join(path.read_text() for path in sorted(Path().glob("[a-z]*/**/*.py")))
+with TokenFileWriter(Path(sys.argv[1]), ByteTokenizer()) as writer:
+    for split in SPLITS:
+        writer.write(split, ByteTokenizer().encode(text))
+END
+for context in "${contexts[@]}"; do
+    # A step needs its memory in one piece.
+    XLA_PYTHON_CLIENT_PREALLOCATE=true step "train_$context" 100 "$PYTHON" train.py "${train[@]}" \
+        --config.workdir="$OUT/train_$context" --config.data.corpus="$OUT/corpus" \
+        --config.data.context_tokens="$context" --config.optimizer.warmup_steps=1 \
+        --config.train.log_every_steps=1 --config.train.validation_batches=0 \
+        --config.checkpoint.save_every_steps=0
+done
 step gist 60 "$PYTHON" -m tools.bench_kernels "${gist[@]}" --output "$OUT/gist.json"
 step sizes 90 "$PYTHON" -m tools.bench_kernels "${sizes[@]}" --output "$OUT/sizes.json"
 

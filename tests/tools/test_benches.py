@@ -12,7 +12,7 @@ import pytest
 from kernels import layouts, masks
 from kernels.backends.block_sizes import BlockSizes
 from tests.cases.attention import LAYOUTS, MASKS
-from tools import bench_kernels, bench_ring, bench_train
+from tools import bench_kernels, bench_ring
 from tools.lib.benchmarks import peers, rings, rows
 from tools.lib.benchmarks.peers import Runs, jax_runs
 from tools.lib.benchmarks.problems import GRADED, Operands, Problem, tiles_per_step
@@ -223,21 +223,3 @@ def test_a_device_computes_the_tiles_with_any_visible_pair(layout_name, mask_nam
         needed[device, hop] = np.count_nonzero(tiles)
     slack = 0 if mask_name in ("none", "causal") else length // ring // 8
     assert (needed <= work).all() and (work <= needed + slack).all()
-
-
-# Training.
-
-
-@pytest.mark.slow
-def test_each_context_has_a_row_of_a_run_that_learned(rows_of):
-    tiny = "--config", "configs/tiny.py", "--config.model.num_layers=1"
-    found = rows_of(bench_train, *tiny, *"--contexts 64 128 --steps 5".split())
-    assert [row["context_tokens"] for row in found] == [64, 128]
-    for row in found:
-        assert row["tokens_per_second"] > 0 and row["step_seconds"] > 0
-        assert (row["device_kind"], row["device_count"]) == ("cpu", 8)
-        assert (row["config"], row["overrides"]) == (tiny[1], [tiny[2]])
-        assert row["steps"] == 4
-        assert (row["mfu"], row["peak_bytes"]) == (None, None)
-        assert row["last_loss"] < row["first_loss"] - 0.1
-    assert not (bench_train.ROOT / "runs" / "run_64").exists()

@@ -103,11 +103,7 @@ def times(compile_seconds: float, samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def take_sample(
-    run: Callable[[], Any],
-    calls: int = 1,
-    wait: Callable[[Any], Any] = jax.block_until_ready,
-) -> Sample:
+def take_sample(run: Callable[[], Any], calls: int = 1) -> Sample:
     """Starts `calls` runs, waits for the last, and returns the seconds of one.
 
     With several calls, starting a run overlaps the one before it.
@@ -115,7 +111,7 @@ def take_sample(
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(calls):
         last = run()
-    wait(last)
+    jax.block_until_ready(last)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return Sample(wall / calls, cpu / calls)
 
