@@ -44,7 +44,7 @@ from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
 from tools.lib.files import write_json
 from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import Plan
-from tools.lib.planning.step import SPARE_SHARE, Search, Step, check
+from tools.lib.planning.step import SPARE_SHARE, Step, check, longest_context, precision
 from tools.lib.planning.text import describe, describe_meshes, size
 
 LEAST_STEP = 256
@@ -93,7 +93,7 @@ def find_max_context(
     partition = run.partition
     divisor = layouts.divisor(run.layout, partition.ring_size, partition.slices)
     unit = divisor * max(1, LEAST_STEP // (divisor // partition.ring_size))
-    search = Search(unit, (1 - SPARE_SHARE) * pod.chip.hbm_bytes)
+    limit = (1 - SPARE_SHARE) * pod.chip.hbm_bytes
     plans: dict[int, Plan] = {}
 
     def peak_of(context: int) -> int | None:
@@ -107,7 +107,7 @@ def find_max_context(
             print(f"{context:,} tokens: {error} ({seconds:.0f} s)", flush=True)
             return None
         plans[context], memory = plan, plan.memory
-        fits = "fits" if memory.peak <= search.limit else "does not fit"
+        fits = "fits" if memory.peak <= limit else "does not fit"
         hidden = 1 - plan.transfers.exposed_share
         print(
             f"{context:,} tokens: {size(memory.peak)}, {memory.spare_share:.1%} spare: "
@@ -117,15 +117,15 @@ def find_max_context(
         )
         return memory.peak
 
-    tries = search.largest(peak_of, config.data.context_tokens)
-    best = search.best(tries)
-    if best is None:
-        raise ValueError(f"no context fits, down to {tries[-1].size} tokens")
+    best = longest_context(peak_of, config.data.context_tokens, unit, limit)
+    if not best:
+        least = config.data.context_tokens  # the last try
+        raise ValueError(f"no context fits, down to {least} tokens")
     print(
-        f"longest context that leaves {SPARE_SHARE:.0%}: {best.size:,} tokens, to "
-        f"within {search.step(best.size):,}\n"
+        f"longest context that leaves {SPARE_SHARE:.0%}: {best:,} tokens, to within "
+        f"{precision(best, unit):,}\n"
     )
-    return plans[best.size]
+    return plans[best]
 
 
 def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:

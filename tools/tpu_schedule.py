@@ -65,6 +65,7 @@ from kernels.backends.tpu.block_sizes import (
 )
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import ROOT, Environment, check_output, make_row
+from tools.lib.benchmarks.rows import table as rows_as_text
 from tools.lib.compiled.bundles import (
     DUMP_FLAGS,
     Schedule,
@@ -185,32 +186,19 @@ def read_dump(folder: Path, kernel: str) -> Schedule:
 def table(rows: Sequence[dict[str, Any]], fields: Sequence[str] = ()) -> str:
     """Formats rows as text. fields: those of `TpuBlocks` to show."""
     units = [name.removeprefix("slots_") for name in rows[0] if "slots_" in name]
-    titles = "bundles", "MXU bound", "MXU", "spills", "VMEM MiB"
-    lines = [
-        f"{'chip':6}{'tile':20}"
-        + "".join(f"{name:>14}" for name in fields)
-        + "".join(f"{title:>10}" for title in titles)
-        + "  "
-        + " ".join(f"{unit.split('_')[-1]:>5}" for unit in units)
-    ]
+    columns = {"chip": "{chip}", "tile": "{block_q} x {block_k}"}
+    columns |= {name: f"{{blocks_{name}}}" for name in fields}
+    columns |= {"bundles": "{bundles:.0f}", "MXU bound": "{mxu_bound:.0f}"}
+    columns |= {"MXU": "{mxu_share:.1%}", "spills": "{spills:.0f}"}
+    columns["VMEM MiB"] = "{vmem:.1f}"
+    columns |= {f"used {unit.split('_')[-1]}": f"{{{unit}:.0%}}" for unit in units}
+    shown = []
     for row in rows:
+        use = {n: row[f"used_{n}"] / row[f"slots_{n}"] / row["bundles"] for n in units}
         spills = row["used_vload_fill"] + row["used_vstore_spill"]
-        use = (
-            row[f"used_{unit}"] / row[f"slots_{unit}"] / row["bundles"]
-            for unit in units
-        )
-        lines.append(
-            f"{row['chip']:6}{row['block_q']:5} x {row['block_k']:<12}"
-            + "".join(f"{row[f'blocks_{name}']:14}" for name in fields)
-            + f"{row['bundles']:10.0f}"
-            f"{row['mxu_bound']:10.0f}{row['mxu_share']:10.1%}{spills:10.0f}"
-            f"{row['vmem_bytes'] / 2**20:10.1f}  "
-            + " ".join(f"{share:5.0%}" for share in use)
-        )
-    lines.append(
-        "last columns: slots of each unit that are used; spills: stores and fills"
-    )
-    return "\n".join(lines)
+        shown.append(row | use | {"spills": spills, "vmem": row["vmem_bytes"] / 2**20})
+    note = "used: slots of a unit, of those there are; spills: stores and fills"
+    return f"{rows_as_text(shown, columns)}\n{note}"
 
 
 def region_lines(measured: Measurement, fewest: int) -> list[str]:

@@ -79,10 +79,6 @@ class Body:
     mxu_bound: float
 
     @property
-    def mxu_share(self) -> float:
-        return self.mxu_bound / self.bundles
-
-    @property
     def spills(self) -> int:
         """Registers written to VMEM and registers read back."""
         return self.used["VSTORE:SPILL"] + self.used["VLOAD:FILL"]

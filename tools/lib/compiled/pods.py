@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,50 +43,16 @@ ENVIRONMENT = {
 SHARED_BYTES = 232448
 """Largest shared memory of a thread block (227 KiB)."""
 
-_HOPPER = f"""
-gpu_device_info {{
-  cuda_compute_capability {{
-    major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES
-  }}
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  l2_cache_size: 52428800
-  memory_bandwidth: %d
-  device_memory_size: %d
-  shared_memory_per_core: 233472
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {SHARED_BYTES}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  threads_per_block_limit: 1024
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  device_address_bits: 64
-  device_vendor: "NVIDIA Corporation"
-  name: "%s"
-  platform_version: "Compute Capability 9.0a"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "%s"
-"""
+_HOPPER = (Path(__file__).parent / "hopper.pbtxt").read_text("utf-8")
+_GPUS = (
+    ("h200", 4_800_000_000_000, 151_397_597_184, "NVIDIA H200"),
+    ("h100", 3_350_000_000_000, 85_520_809_984, "NVIDIA H100 80GB HBM3"),
+)
+"""Name, bytes a second and bytes of the memory, kind."""
 GPUS = {
-    name: _HOPPER % (bandwidth, memory, kind, kind)
-    for name, bandwidth, memory, kind in (
-        ("h200", 4_800_000_000_000, 151_397_597_184, "NVIDIA H200"),
-        ("h100", 3_350_000_000_000, 85_520_809_984, "NVIDIA H100 80GB HBM3"),
-    )
+    name: _HOPPER
+    % {"bandwidth": rate, "memory": size, "kind": kind, "shared": SHARED_BYTES}
+    for name, rate, size, kind in _GPUS
 }
 """XLA's target configs, each a `stream_executor.GpuTargetConfigProto`."""
 

@@ -4,7 +4,7 @@ Reads where its memory goes, and finds the largest that fits with few compilatio
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,98 +198,72 @@ def saved_bytes(run: Run) -> int:
     return run.kept.of(run.execution)
 
 
-@dataclass(frozen=True)
-class Try:
-    """A context that was tried, and the peak of its memory in bytes.
+def precision(context: int, unit: int) -> int:
+    """Returns how precisely a longest context of about `context` tokens is found."""
+    return max(unit, int(TOLERANCE * context))
 
-    size: tokens of a context. peak: None if the compiler found no program that fits.
+
+def longest_context(
+    peak_of: Callable[[int], int | None], first: int, unit: int, limit: float
+) -> int:
+    """Tries contexts until the longest that fits is known to within `precision`.
+
+    Args:
+      peak_of: compiles a context and returns the bytes that it takes, None if it does
+        not compile. Memory is taken to be close to a line in the context: tries go to
+        where the line through two of them meets the limit, and each is confirmed by
+        compiling.
+      first: context to begin with.
+      unit: contexts are multiples of it.
+      limit: bytes that a device may take.
+
+    Returns:
+      The longest that was tried and fits; 0 if none does.
     """
+    peaks: dict[int, int | None] = {}
+    context: int | None = max(unit, first // unit * unit)
+    while context is not None and len(peaks) < MOST_TRIES:
+        peaks[context] = peak_of(context)
+        context = _next(peaks, unit, limit)
+    return _longest(peaks, limit)
 
-    size: int
-    peak: int | None
 
-    def fits(self, limit: float) -> bool:
-        """Returns whether it takes no more than `limit` bytes."""
-        return self.peak is not None and self.peak <= limit
+def _longest(peaks: Mapping[int, int | None], limit: float) -> int:
+    fitting = (n for n, peak in peaks.items() if peak is not None and peak <= limit)
+    return max(fitting, default=0)
 
 
-@dataclass(frozen=True)
-class Search:
-    """Searches the longest context in a number of bytes.
+def _next(peaks: Mapping[int, int | None], unit: int, limit: float) -> int | None:
+    """Returns the context to try next, or None if the answer is precise enough."""
+    low = _longest(peaks, limit)
+    high = min((context for context in peaks if context > low), default=None)
+    step, guess = precision(low, unit), _guess(peaks, limit)
+    if high is None:
+        # At least a step: what the line excludes must be shown to fail.
+        guess = max(min(guess, LARGEST_GROWTH * low, MOST_TOKENS), low + step)
+    elif high - low <= step:
+        return None
+    elif len(peaks) > TRUSTED_TRIES or not low < guess < high:
+        guess = (low + high) / 2
+    else:
+        # Not next to what is known already: lines are wrong by a little.
+        margin = (high - low) / 16
+        guess = min(max(guess, low + margin), high - margin)
+    context = max(int(guess) // unit * unit, low + unit)
+    return None if context in (high, low) or context > MOST_TOKENS else context
 
-    unit: sizes are multiples of it. limit: bytes that a device may take.
-    """
 
-    unit: int
-    limit: float
-
-    def largest(self, peak_of: Callable[[int], int | None], first: int) -> list[Try]:
-        """Tries sizes until the largest that fits is known to within TOLERANCE.
-
-        peak_of: compiles a size and returns the bytes that it takes, None if it does
-          not compile. Memory is taken to be close to a line in the size: tries go to
-          where the line through two of them meets the limit, and each is confirmed by
-          compiling.
-        first: size to begin with.
-
-        Returns:
-          Every try in its order; the largest that fits is the answer, if any does.
-
-        Raises:
-          ValueError: unit or first are below 1.
-        """
-        if self.unit < 1 or first < 1:
-            raise ValueError(f"{first=} and unit={self.unit} must be at least 1")
-        tries: list[Try] = []
-        size: int | None = max(self.unit, first // self.unit * self.unit)
-        while size is not None and len(tries) < MOST_TRIES:
-            tries.append(Try(size, peak_of(size)))
-            size = self._next(tries)
-        return tries
-
-    def best(self, tries: Sequence[Try]) -> Try | None:
-        """Returns the largest of the tries that fit."""
-        fitting = (one for one in tries if one.fits(self.limit))
-        return max(fitting, key=lambda one: one.size, default=None)
-
-    def step(self, low: int) -> int:
-        """Returns how precisely a largest size of about `low` is found."""
-        return max(self.unit, int(TOLERANCE * low))
-
-    def _next(self, tries: list[Try]) -> int | None:
-        """Returns the size to try next, or None if the answer is precise enough."""
-        best = self.best(tries)
-        low = best.size if best else 0
-        failed = [one.size for one in tries if one.size > low]
-        high = min(failed, default=None)
-        step = self.step(low)
-        if high is not None and high - low <= step:
-            return None
-        guess = self._guess(tries)
-        if high is None:
-            # At least a step: what the line excludes must be shown to fail.
-            guess = max(min(guess, LARGEST_GROWTH * low, MOST_TOKENS), low + step)
-        elif len(tries) > TRUSTED_TRIES or not low < guess < high:
-            guess = (low + high) / 2
-        else:
-            # Not next to what is known already: lines are wrong by a little.
-            margin = (high - low) / 16
-            guess = min(max(guess, low + margin), high - margin)
-        size = max(int(guess) // self.unit * self.unit, low + self.unit)
-        return None if size in (high, low) or size > MOST_TOKENS else size
-
-    def _guess(self, tries: list[Try]) -> float:
-        """Estimates the size whose memory meets the limit."""
-        measured = [one for one in tries if one.peak is not None]
-        measured.sort(key=lambda one: (abs(one.peak - self.limit), -one.size))
-        if not measured:
-            return tries[-1].size / 2
-        near = measured[0]
-        # In proportion: what does not grow with the size then makes the guess small.
-        guess = near.size * self.limit / near.peak
-        if len(measured) > 1:
-            far = measured[1]
-            slope = (near.peak - far.peak) / (near.size - far.size)
-            if slope > 0:
-                guess = near.size + (self.limit - near.peak) / slope
-        return guess
+def _guess(peaks: Mapping[int, int | None], limit: float) -> float:
+    """Estimates the context whose memory meets the limit."""
+    known = [(n, peak) for n, peak in peaks.items() if peak is not None]
+    known.sort(key=lambda one: (abs(one[1] - limit), -one[0]))
+    if not known:
+        return [*peaks][-1] / 2
+    near, peak = known[0]
+    if len(known) > 1:
+        far, other = known[1]
+        slope = (peak - other) / (near - far)
+        if slope > 0:
+            return near + (limit - peak) / slope
+    # In proportion: what does not grow with the context then makes the guess small.
+    return near * limit / peak
