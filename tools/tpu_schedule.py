@@ -30,14 +30,13 @@ The output is a JSON list of rows. Keys: the fields of `Environment` in
 `tools/lib/benchmarks/rows.py` (device_kind: of the AOT chip) and of `Tile` in
 `tile_program.py`, and
 
-- kernel, ours, and libtpu, the compiler's version;
+- kernel, its name, and libtpu, the compiler's version;
 - bodies, how many were counted, and bundles, of all of them;
-- kernels, the name and the bundles of each kernel in that sum;
 - blocks_rows ..., the fields of `TpuBlocks`, of those tried;
 - mxu_bound, the bundles that the MXU's work would fill by itself, and mxu_share;
 - used_mxu, used_xlu ...: slots of each unit that are used, VLOAD with its fills and
   VSTORE with its spills, and slots_mxu ...: those that a bundle has;
-- vmem_bytes, spilled registers included, of the kernel that takes the most.
+- vmem_bytes, spilled registers included.
 """
 
 import argparse
@@ -91,12 +90,12 @@ TRIED = {"forward": ("rows", "columns", "ahead", "behind"), "backward": ("rows",
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Result of one compilation; schedules: by kernel."""
+    """Result of one compilation."""
 
     tile: Tile
     blocks: TpuBlocks | None
     compiled: Compiled
-    schedules: dict[str, Schedule]
+    schedule: Schedule
 
     @property
     def bodies(self) -> float:
@@ -108,38 +107,24 @@ class Measurement:
 
     def row(self) -> dict[str, Any]:
         """Returns the measurement as a row, without its environment."""
-        bodies = {name: tile_body(read) for name, read in self.schedules.items()}
-        slots = next(iter(self.schedules.values())).slots
-        count = {name: self.bodies * body.bundles for name, body in bodies.items()}
-        bundles = sum(count.values())
-        bound = self.bodies * sum(body.mxu_bound for body in bodies.values())
+        body, bodies = tile_body(self.schedule), self.bodies
+        row = {"kernel": self.compiled.kernel, "libtpu": self.compiled.libtpu}
+        row |= {"bodies": bodies, "bundles": bodies * body.bundles}
+        row["mxu_bound"] = bodies * body.mxu_bound
+        row["mxu_share"] = body.mxu_bound / body.bundles
+        for unit, slots in self.schedule.slots.items():
+            name = unit.lower().replace(":", "_")
+            row |= {f"used_{name}": bodies * body.used[unit], f"slots_{name}": slots}
         blocks = dataclasses.asdict(self.blocks) if self.blocks else {}
-        return make_row(
-            {"kernel": "ours"},
-            self.tile,
-            {"libtpu": self.compiled.libtpu, "bodies": self.bodies, "bundles": bundles},
-            {"kernels": " + ".join(f"{name} {n:g}" for name, n in count.items())},
-            {"mxu_bound": bound, "mxu_share": bound / bundles},
-            {
-                f"used_{_key(unit)}": self.bodies
-                * sum(body.used[unit] for body in bodies.values())
-                for unit in slots
-            },
-            {f"slots_{_key(unit)}": slots[unit] for unit in slots},
-            {"vmem_bytes": max(self.compiled.vmem_bytes.values())},
-            {f"blocks_{name}": number for name, number in blocks.items()},
-        )
-
-
-def _key(unit: str) -> str:
-    return unit.lower().replace(":", "_")
+        row |= {f"blocks_{name}": number for name, number in blocks.items()}
+        return make_row(self.tile, row, {"vmem_bytes": self.compiled.vmem_bytes})
 
 
 def measure(tile: Tile, blocks: TpuBlocks | None) -> Measurement:
     """Compiles our kernel in a process of its own; blocks: None for the table's.
 
     Raises:
-      ValueError: it does not compile, or without the kernels that it should have.
+      ValueError: it does not compile, or without the kernel that it should have.
     """
     with tempfile.TemporaryDirectory(prefix="tpu_schedule_") as folder:
         environment = {
@@ -156,10 +141,8 @@ def measure(tile: Tile, blocks: TpuBlocks | None) -> Measurement:
         if done.returncode:
             raise ValueError(f"{blocks or tile} does not compile: {_reason(done)}")
         compiled = Compiled(**json.loads(done.stdout))
-        schedules = {
-            kernel: read_dump(Path(folder), kernel) for kernel in compiled.vmem_bytes
-        }
-    return Measurement(tile, blocks, compiled, schedules)
+        schedule = read_dump(Path(folder), compiled.kernel)
+    return Measurement(tile, blocks, compiled, schedule)
 
 
 def _reason(done: subprocess.CompletedProcess) -> str:
@@ -203,24 +186,21 @@ def table(rows: Sequence[dict[str, Any]], fields: Sequence[str] = ()) -> str:
 
 def region_lines(measured: Measurement, fewest: int) -> list[str]:
     """Formats the regions of at least `fewest` bundles, and the bodies of tiles."""
-    lines = []
-    for kernel, schedule in measured.schedules.items():
-        blocks = measured.blocks or "blocks of the table"
-        lines.append(f"{measured.tile.chip} {kernel}, {blocks}")
-        for region in schedule.regions:
-            if region.bundles >= fewest:
-                used = ", ".join(f"{name} {n}" for name, n in region.used.items())
-                lines.append(
-                    f"  {region.begin:#7x} to {region.end:#7x}: {region.bundles:6} "
-                    f"bundles, {region.depth} loops; {used}"
-                )
-        chosen = tile_body(schedule)
-        lines += [
-            f"  body of a tile{' (full)' if body == chosen else ''}: {body.bundles} "
-            f"bundles, MXU bound {body.mxu_bound:.0f}, {body.spills} spills"
-            for body in bodies(schedule)
-        ]
-    return lines
+    schedule, blocks = measured.schedule, measured.blocks or "blocks of the table"
+    lines = [f"{measured.tile.chip} {measured.compiled.kernel}, {blocks}"]
+    for region in schedule.regions:
+        if region.bundles >= fewest:
+            used = ", ".join(f"{name} {n}" for name, n in region.used.items())
+            lines.append(
+                f"  {region.begin:#7x} to {region.end:#7x}: {region.bundles:6} "
+                f"bundles, {region.depth} loops; {used}"
+            )
+    chosen = tile_body(schedule)
+    return lines + [
+        f"  body of a tile{' (full)' if body == chosen else ''}: {body.bundles} "
+        f"bundles, MXU bound {body.mxu_bound:.0f}, {body.spills} spills"
+        for body in bodies(schedule)
+    ]
 
 
 def candidates(tile: Tile, tried: dict[str, tuple[int, ...]]) -> list[TpuBlocks | None]:

@@ -107,9 +107,9 @@ def test_what_cannot_be_read_or_compiled_is_refused(call, said):
 
 def make_measurement(tile, way=None, pieces=2):
     """Of a made-up kernel, whose body has 3 of 4 MXU slots used in each bundle."""
-    compiled = Compiled("TPU v5 lite", "0.0.48.1", {"kernel": 3 * 2**20})
+    compiled = Compiled("TPU v5 lite", "0.0.48.1", "flash_forward", 3 * 2**20)
     body = [("", 0, "%1 = vmatmul", 3)] * pieces
-    return Measurement(tile, way, compiled, {"kernel": read(*body)})
+    return Measurement(tile, way, compiled, read(*body))
 
 
 @pytest.mark.thorough
@@ -149,7 +149,11 @@ def test_program_writes_what_compiled_and_tells_what_did_not(
     path = tmp_path / "rows.json"
     assert tpu_schedule.main(["--chips", "v5e", "v4", "--output", str(path)]) == 1
     (row,) = json.loads(path.read_text())
-    assert (row["chip"], row["kernel"], row["bundles"]) == ("v5e", "ours", 2)
+    assert (row["chip"], row["kernel"], row["bundles"]) == (
+        "v5e",
+        "flash_forward",
+        2,
+    )
     assert row["device_kind"] == "TPU v5 lite"
     shown = capsys.readouterr()
     assert shown.err == "error: v4: it does not compile: VMEM\n"

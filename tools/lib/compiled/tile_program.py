@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,25 +63,22 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Program:
-    """A function, the shapes of its arguments and the kernels in it that count."""
-
-    function: Callable[..., Any]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    kernels: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Compiled:
-    """Result of a compilation; vmem_bytes: by kernel, spills included."""
+    """Result of a compilation; vmem_bytes: of the kernel, spills included."""
 
     device_kind: str
     libtpu: str
-    vmem_bytes: dict[str, int]
+    kernel: str
+    vmem_bytes: int
 
 
-def make_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
-    """Builds the program of the TPU kernel; blocks: None for the table's."""
+def make_program(
+    tile: Tile, blocks: TpuBlocks | None
+) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+    """Returns the TPU kernel, and the shapes of its arguments.
+
+    blocks: None for the table's.
+    """
     tokens, heads = tile.length, tile.group * KV_HEADS
     q = jax.ShapeDtypeStruct((1, tokens, heads, tile.head_dim), tile.dtype)
     k = jax.ShapeDtypeStruct((1, tokens, KV_HEADS, tile.head_dim), tile.dtype)
@@ -95,16 +93,13 @@ def make_program(tile: Tile, blocks: TpuBlocks | None) -> Program:
     }
     backend = Launched(launch.Launch(blocks=blocks), launch)
     if tile.direction == "forward":
-        return Program(
-            lambda *operands: backend.forward(*operands, **options),
-            (q, k, k, bound, bound),
-            ("flash_forward",),
-        )
-    return Program(
-        lambda *operands: backend.backward(*operands[:8], **options, dq=operands[8]),
-        (q, k, k, q, row, row, bound, bound, dq),
-        ("flash_backward",),
-    )
+        return partial(backend.forward, **options), (q, k, k, bound, bound)
+
+    def backward(*operands: jax.Array) -> Any:
+        *given, dq = operands
+        return backend.backward(*given, **options, dq=dq)
+
+    return backward, (q, k, k, q, row, row, bound, bound, dq)
 
 
 def write_request(tile: Tile, blocks: TpuBlocks | None) -> str:
@@ -143,16 +138,13 @@ def read_vmem(program_text: str, kernel: str) -> int:
 def main(request: str) -> None:
     """Compiles what a request asks for, and prints the result."""
     tile, blocks = read_request(request)
-    program = make_program(tile, blocks)
+    function, arguments = make_program(tile, blocks)
     device = tpu_devices(tile.chip)[0]
     mesh = Mesh(np.array([device]), ("device",))
-    text = compile_for(mesh, program.function, *program.arguments).as_text()
-    compiled = Compiled(
-        device.device_kind,
-        importlib.metadata.version("libtpu"),
-        {kernel: read_vmem(text, kernel) for kernel in program.kernels},
-    )
-    print(json.dumps(dataclasses.asdict(compiled)))
+    text = compile_for(mesh, function, *arguments).as_text()
+    kernel, libtpu = f"flash_{tile.direction}", importlib.metadata.version("libtpu")
+    found = Compiled(device.device_kind, libtpu, kernel, read_vmem(text, kernel))
+    print(json.dumps(dataclasses.asdict(found)))
 
 
 if __name__ == "__main__":
