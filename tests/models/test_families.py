@@ -1,4 +1,4 @@
-"""Training of today's families: rings make the steps of one device, and learn."""
+"""Training of today's families: rings make the steps of one device."""
 
 import functools
 import itertools
@@ -18,8 +18,7 @@ from tests.small.runs import KINDS
 from training.mesh import MeshShape
 from training.step import initial_state
 
-COMPARED, LEARNING = 10, 50
-"""Steps."""
+STEPS = 10
 SETTINGS = {
     # With 3e-3 the losses of ten steps fall so steeply that rounding grows to 1e-5.
     "optimizer__peak_lr": 1e-3,
@@ -27,7 +26,7 @@ SETTINGS = {
     # Above rounding: biases of keys have gradients of nearly 0 where RoPE turns slowly,
     # and Adam would make whole steps of what is left.
     "optimizer__epsilon": 1e-6,
-    "train__steps": LEARNING,
+    "train__steps": 50,
     # Of all tokens: other tests have chunks.
     "feed_forward_chunk_tokens": 0,
     "loss_chunk_tokens": 0,
@@ -37,8 +36,8 @@ RING, CUBE = {"ring": 4}, {"fsdp": 2, "ring": 2, "tensor": 2}
 slow = pytest.mark.slow
 
 
-def train(run: Run, steps: int) -> tuple[np.ndarray, list[Any]]:
-    """Losses of a run's steps, and parameters: at first, and after COMPARED steps.
+def train(run: Run) -> tuple[np.ndarray, list[Any]]:
+    """Losses of a run's STEPS, and parameters before and after them.
 
     All parameters matter from the first step on.
     """
@@ -48,20 +47,18 @@ def train(run: Run, steps: int) -> tuple[np.ndarray, list[Any]]:
     placing = jax.tree.map(lambda leaf: leaf.sharding, like)
     state = jax.device_put(initial_state(first, resolved.optimizer), placing)
     sharding = run.partition.sharding(("batch", "sequence"), rows().tokens.shape)
-    losses, seen = [], [first]
-    for number in range(steps):
+    losses = []
+    for number in range(STEPS):
         batch = Batch(*(permute(x, *run.order()) for x in rows(number % 2)))
         state, metrics = step(state, jax.device_put(batch, sharding))
         losses.append(float(metrics["loss"]))
-        if number + 1 == COMPARED:
-            seen.append(jax.device_get(state.params))
-    return np.array(losses), seen
+    return np.array(losses), [first, jax.device_get(state.params)]
 
 
 @functools.cache
 def on_one_device(family: str, **fields: Any) -> tuple[np.ndarray, list[Any]]:
     run = Run(MeshShape(), "vanilla", family, **SETTINGS | fields)
-    return train(run, COMPARED if fields else LEARNING)
+    return train(run)
 
 
 EVERYWHERE = [
@@ -88,9 +85,9 @@ def test_ten_steps_on_a_mesh_are_those_of_one_device(family, attention, mesh, fi
         kept = Run(shape, attention, family, **fields).resolved.kept
         fields["remat_budget_gib"] = budget_gib(kept, "nothing", 1)
     run = Run(shape, attention, family, **SETTINGS | fields)
-    losses, (first, last) = train(run, COMPARED)
+    losses, (first, last) = train(run)
     wanted, (same_first, wanted_last) = on_one_device(family)
-    np.testing.assert_allclose(losses, wanted[:COMPARED], rtol=1e-5)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert_same(last, wanted_last, 1e-5)
     jax.tree.map(np.testing.assert_array_equal, first, same_first)
     moved = jax.tree.map(
@@ -108,26 +105,12 @@ def test_losses_of_lean_optimizers_on_a_mesh_are_those_of_one_device(
 ):
     optimizer = KINDS[kind] | more
     fields = {f"optimizer__{name}": value for name, value in optimizer.items()}
-    losses, _ = train(Run(MeshShape(**mesh), "striped", **SETTINGS | fields), COMPARED)
+    losses, _ = train(Run(MeshShape(**mesh), "striped", **SETTINGS | fields))
     wanted, _ = on_one_device("llama", **fields)
     plain, _ = on_one_device("llama")
     np.testing.assert_allclose(losses, wanted, rtol=tolerance)
     # Muon's first updates are a fifth of AdamW's, which are of size 1 there.
     behind = 0.25 if optimizer.get("name") == "muon" else 0.05
-    assert abs(losses / plain[:COMPARED] - 1).max() < behind
+    assert abs(losses / plain - 1).max() < behind
     assert losses[-2:].mean() < 0.95 * losses[:2].mean()  # of two batches
-    assert (losses != plain[:COMPARED]).any()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name == "olmo2" else slow)
-        for name in FAMILIES
-        if name != "every_part"
-    ],
-)
-def test_fifty_steps_lower_the_loss(family):
-    losses, _ = on_one_device(family)
-    assert losses[-2:].mean() < 0.7 * losses[:2].mean()  # of two batches
+    assert (losses != plain).any()

@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import layouts, masks
-from kernels.backends.block_sizes import BlockSizes
-from tests.cases.attention import LAYOUTS, MASKS
 from tools import bench_kernels, bench_ring
 from tools.lib.benchmarks import peers, rings, rows
 from tools.lib.benchmarks.peers import Runs, jax_runs
-from tools.lib.benchmarks.problems import GRADED, Operands, Problem, tiles_per_step
+from tools.lib.benchmarks.problems import GRADED, Operands, Problem
 from tools.lib.benchmarks.rows import Environment, peak_share, table
 
 TOLERANCE = 1e-5
@@ -203,23 +200,3 @@ def test_the_path_is_the_time_of_the_slowest_device_of_each_step(monkeypatch):
     seconds = rings.time_steps(problem, ("contiguous", "striped"), step, 2, 3)
     assert seconds["contiguous"].max(axis=0).tolist() == [136, 256, 256, 256]
     assert seconds["striped"].max(axis=0).tolist() == [136] * 4
-
-
-@pytest.mark.parametrize("mask_name", MASKS)
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-def test_a_device_computes_the_tiles_with_any_visible_pair(layout_name, mask_name):
-    """Exactly those, but where a document or a window ends inside of a tile."""
-    ring, length, sizes = 3, 96, BlockSizes(block_q=8, block_k=5)
-    index, key = np.arange(length, dtype=np.int32), np.arange(length)
-    bounds = MASKS[mask_name](length, length)(index, length)
-    work = tiles_per_step(LAYOUTS[layout_name], ring, bounds, sizes)
-    order = layouts.order(LAYOUTS[layout_name], ring, length).reshape(ring, -1)
-    ends = bounds.k_start[0][:, None], bounds.k_end[0][:, None]
-    seen, needed = masks.in_interval(ends[0], key, ends[1]), np.zeros_like(work)
-    for device, hop in np.ndindex(work.shape):
-        local = seen[np.ix_(order[device], order[device - hop])]
-        rows_of_tiles = np.add.reduceat(local, range(0, len(local), 8), axis=0)
-        tiles = np.add.reduceat(rows_of_tiles, range(0, len(local), 5), axis=1)
-        needed[device, hop] = np.count_nonzero(tiles)
-    slack = 0 if mask_name in ("none", "causal") else length // ring // 8
-    assert (needed <= work).all() and (work <= needed + slack).all()

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -135,25 +135,24 @@ def test_a_permute_that_the_compiler_made_is_none_of_a_ring(program):
 def lines(order: str, rings: str) -> Iterator[str]:
     """Yields the instructions of a schedule.
 
-    order: s and d for starts and dones, F for kernels; S and D of an outer ring. Of
-      either, what started first is done first, and is what its step sends on.
+    order: s and d for starts and dones, F for kernels. What started first is done
+      first, and is what its step sends on.
       | begins others, which send on nothing that is here. L is a loop of steps.
     rings: attributes of a permute.
     """
-    sent: dict[str, deque[str]] = defaultdict(deque)
-    here: dict[str, deque[str]] = defaultdict(deque)
+    sent: deque[str] = deque()
+    here: deque[str] = deque()
     for number, letter in enumerate(order):
         kind = letter.lower()
-        ring = "outer" if letter in "SD" else "inner"
         name, permute = f"%{kind}.{number}", "f32[4]{0} collective-permute"
         match kind:
             case "s":
-                operand = here[ring].popleft() if here[ring] else "%x"
-                sent[ring].append(name)
+                operand = here.popleft() if here else "%x"
+                sent.append(name)
                 yield f"{name} = {permute}-start({operand}), {rings}"
             case "d":
-                here[ring].append(name)
-                start = sent[ring].popleft()
+                here.append(name)
+                start = sent.popleft()
                 yield f"{name} = {permute}-done({start})"
             case "f":
                 call = 'custom-call(%x), custom_call_target="tpu_custom_call"'
@@ -173,8 +172,7 @@ def shares(order: str) -> list[float]:
         f"HloModule step\n\n%body (x: f32[4]) -> f32[4] {{\n  {body}\n}}\n\n{text}\n}}"
     )
     program = Program.parse(text, devices=2)
-    kept = order.replace("|", "").replace("L", "").replace("S", "s").replace("D", "d")
-    assert program.orders() == [kept]
+    assert program.orders() == [order.replace("|", "").replace("L", "")]
     found = program.collectives()
     assert all(one.is_hidden == (one.hidden_share == 1) for one in found)
     return [one.hidden_share for one in found]

@@ -32,7 +32,6 @@ def hidden_shares(
 ) -> list[float]:
     """Returns the share of its ring step's kernels during which each transfer runs.
 
-    That of an outer ring, which runs during several steps, is that of the last of them.
     Kernels count as equally long.
 
     kernels: their places, ascending. loops: those of them that are loops of kernels.
@@ -52,7 +51,7 @@ def hidden_shares(
         begin = max(ends[: bisect.bisect_left(ends, end)], default=0)
         if available < begin or one.available < 0:
             first.add(one)
-        windows[one] = end - max(begin, min(available, gap(one.start)))
+        windows[one] = end - max(begin, available)
     # What the first transfers of a ring send may have been there for long: kernels
     # before them may be those of another ring's last step.
     shortest = min(windows.values(), default=0)
