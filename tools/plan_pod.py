@@ -121,6 +121,7 @@ def find_max_context(
     if not best:
         least = config.data.context_tokens  # the last try
         raise ValueError(f"no context fits, down to {least} tokens")
+    config.data.context_tokens = best
     print(
         f"longest context that leaves {SPARE_SHARE:.0%}: {best:,} tokens, to within "
         f"{precision(best, unit):,}\n"
