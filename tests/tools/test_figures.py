@@ -10,7 +10,6 @@ import pytest
 from tests.cases import pairs, table
 from tools import figures, paper_tables
 from tools.lib.exorl.scores import interval
-from tools.lib.figures.charts import heat_maps
 from tools.lib.figures.curves import agent, bounds, read_returns, returns
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
@@ -23,17 +22,6 @@ def test_committed_rows_are_drawn(tmp_path, capsys):
     assert matplotlib.image.imread(output).shape[1] > 800
     assert capsys.readouterr().out.endswith(f"written to {output}\n")
     assert list(tmp_path.iterdir()) == [output]
-
-
-def test_shares_stand_at_their_length_and_depth():
-    cells = {(128, 0.0): 100.0, (128, 1.0): 95.0, (512, 0.0): 50.0}
-    figure = heat_maps({"a": cells, "b": {(64, 0.5): 25.0}})
-    left, right = figure.axes
-    found = {t.get_position(): t.get_text() for t in left.texts}
-    assert found == {(0, 0): "100", (0, 1): "95", (1, 0): "50"}
-    assert [t.get_text() for t in left.get_xticklabels()] == ["128", "512"]
-    assert [t.get_text() for t in left.get_yticklabels()] == ["0%", "100%"]
-    assert (right.get_title(), right.texts[0].get_text()) == ("b", "25")
 
 
 def results(returns, seed=0, data=(), agent=(), contexts=(), **fields):

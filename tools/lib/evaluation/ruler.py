@@ -9,8 +9,8 @@ A length counts a prompt and what is generated after it, in the model's own toke
 Without --tasks they are those whose files are given: six need none. Prompts go through
 the ring and answers are the likeliest tokens. Predictions are written as they come;
 the same command goes on where it was stopped. FOLDER gets RULER's own files of them
-(tools/lib/retrieval/files.py), scores.json, and heat maps by depth. The task `lines` is
-LongEval's line retrieval, whose lengths count the right answer.
+(tools/lib/retrieval/files.py), scores.json, and depths.txt, scores by depth. The task
+`lines` is LongEval's line retrieval, whose lengths count the right answer.
 
 --save-prompts FOLDER only writes the prompts, for NVIDIA's scripts.
 """
@@ -40,7 +40,7 @@ from tools.lib.benchmarks.rows import Environment, make_row
 from tools.lib.files import write_json
 from tools.lib.retrieval import files
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
-from tools.lib.retrieval.scores import summary, table, task_row
+from tools.lib.retrieval.scores import depths, summary, table, task_row
 from tools.lib.ruler.sources import Sources
 from tools.lib.ruler.tasks import SEED, TASKS
 
@@ -257,18 +257,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [make_row(row, environment) for row in results]
     scores = {**about, **summary(results), "rows": rows}
     write_json(options.output / "scores.json", scores)
-    maps = {
-        row["task"]: {
-            (other["length"], depth): share
-            for other in results
-            if other["task"] == row["task"]
-            for depth, share in other["by_depth"]
-        }
-        for row in results
-        if "by_depth" in row
-    }
-    if maps:
-        from tools.lib.figures.charts import heat_maps
-        from tools.lib.figures.style import write_picture
-
-        write_picture(options.output / "depths.png", heat_maps(maps))
+    if by_depth := depths(results):
+        (options.output / "depths.txt").write_text(f"{by_depth}\n")

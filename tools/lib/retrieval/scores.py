@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from data.retrieval.lines import last_integer
+from tools.lib.benchmarks.rows import table as rows_as_text
 
 THRESHOLD = 85.6
 """Score of Llama-2-7B at 4096 tokens; a length counts as effective above it."""
 BINS = 10
-"""Of depths, in heat maps of RULER's needles."""
+"""Of depths, of RULER's needles."""
 PUBLISHED_TASKS = 13
 """Of RULER's table."""
 
@@ -124,3 +125,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"(the longest above {THRESHOLD})",
         ]
     )
+
+
+def depths(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns scores by depth of the tasks that have some, lengths across, as text."""
+    found: dict[tuple[str, float], dict[int, float]] = {}
+    for row in rows:
+        for depth, share in row.get("by_depth", ()):
+            found.setdefault((row["task"], depth), {})[row["length"]] = share
+    lengths = sorted({length for scores in found.values() for length in scores})
+    columns = {"task": "{task}", "depth": "{depth:.0%}"}
+    columns |= {f"{length:,}": f"{{of[{length}]:.1f}}" for length in lengths}
+    shown = [{"task": t, "depth": d, "of": scores} for (t, d), scores in found.items()]
+    return rows_as_text(shown, columns) if shown else ""
