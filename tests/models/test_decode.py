@@ -124,16 +124,6 @@ def test_a_row_that_has_ended_gets_nothing_and_others_go_on():
         assert (got[end + 1 :, row] == NOTHING).all()
 
 
-@pytest.mark.thorough
-def test_draws_follow_the_seed_on_any_mesh():
-    warm = Sampling(temperature=1.5)
-    one = generator_on(MeshShape(), "vanilla", warm)
-    first, other = (generated(one, seed=seed) for seed in (7, 8))
-    again = generated(generator_on(MeshShape(ring=2), "striped", warm), seed=7)
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any() and (first != uncached()).any()
-
-
 @pytest.mark.parametrize("others, tokens, words", table("models.txt", "generate"))
 def test_what_cannot_be_generated_is_refused(others, tokens, words):
     one, parameters = generator_on(MeshShape(ring=4), "striped")

@@ -162,7 +162,7 @@ def test_batches_are_filled_up_and_texts_end_where_nothing_follows():
 
 
 @pytest.mark.quick
-def test_lines_have_scores_and_a_map_by_depth(ask, tmp_path, monkeypatch):
+def test_lines_have_scores_by_length_and_depth(ask, tmp_path, monkeypatch):
     """Answers are right but at the last depth; a text goes on behind the line's end."""
     lines = "ruler --tasks lines --form compact --lengths 62,64 --samples 7"
     assert ask(lines, "--save-prompts", tmp_path / "prompts") == 0
