@@ -43,11 +43,9 @@ PLAN = Plan(
     unknown_loops=0,
     work=StepWork(8_388_608, 5.5e19, 1.1e20),
     estimate=Estimate(
-        4958.2, 18.7, 6.3, 500.0, 0.031, 21.25, 0.519, 1234, 0.355, ("some", "more")
+        4958.2, 18.7, 6.3, 500.0, 0.031, 21.25, 0.519, 1234, 0.355, "some"
     ),
-    at_cycles=Estimate(
-        4958.2, 22.3, 8.2, 990.0, 20.3, 30.5, 0.5, 1234, 0.321, ("cycles",)
-    ),
+    at_cycles=Estimate(4958.2, 22.3, 8.2, 990.0, 20.3, 30.5, 0.5, 1234, 0.321, "some"),
     compile_seconds=52.4,
     planner_bytes=3 * GIB,
 )

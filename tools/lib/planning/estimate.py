@@ -105,6 +105,7 @@ class Estimate:
     ring_waits: exposed ring transfers, and what outlasts kernels of hidden ones.
     other_waits: other exposed collectives.
     mfu: model FLOPs over the peak of all devices in that time.
+    assumption: of the attention kernels.
     """
 
     attention: float
@@ -116,7 +117,7 @@ class Estimate:
     other_waits: float
     instructions: int
     mfu: float
-    assumptions: tuple[str, ...]
+    assumption: str
 
     @property
     def step(self) -> float:
@@ -193,28 +194,9 @@ def estimate(
         waited(rings) + attention.outlasting * (hidden / sent if sent else 1.0),
         waited([one for one in collectives if one.kind != TRANSFER]),
     )
-    link, others = (bytes_per_second(chip, kind, ways) for kind in (TRANSFER, "other"))
-    rates = (
-        f"a device sends {link / 1e9:.0f} GB/s of ring transfers, over {ways} links, "
-        f"{others / 1e9:.0f} GB/s of other collectives"
-    )
-    bound = (
-        attention.assumption,
-        "other instructions as compiled: products at all of "
-        f"{chip.peak_flops / 1e12:.0f} TFLOP/s, operands and results at "
-        f"{chip.hbm_bytes_per_second / 1e9:.0f} GB/s, whichever takes longer",
-        rates,
-        "latencies, stalls and arithmetic but products are not counted",
-    )
-    latency = f"each after {1e6 * chip.link_latency:.3g} us"
-    by_cycles = (
-        "XLA's cycles: other instructions as long as XLA takes them to, at "
-        f"{roofline.cycles_per_second / 1e9:.3g} GHz; {rates}, "
-        + (latency if chip.link_latency else "as nobody measured these links"),
-    )
     return Estimate(
         *parts,
         instructions=round(work.instructions),
         mfu=peak_seconds / sum(parts),
-        assumptions=by_cycles if math.isfinite(roofline.cycles_per_second) else bound,
+        assumption=attention.assumption,
     )

@@ -1,6 +1,5 @@
 """Formats a plan as tables."""
 
-import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
@@ -151,12 +150,8 @@ def _estimate_lines(plan: Plan) -> list[str]:
     }
     for name, of in rates.items():
         lines.append(line(f"  {name}", ((of(e), "") for e in columns.values())))
-    lines.append("assuming")
-    for text in itertools.chain(*(e.assumptions for e in columns.values())):
-        lines += textwrap.wrap(
-            text, WIDTH, initial_indent="  - ", subsequent_indent="    "
-        )
-    return lines
+    said = textwrap.wrap(f"assuming {plan.estimate.assumption}", WIDTH)
+    return [*lines, *said]
 
 
 def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
