@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks.command_line import Parser, as_program
 from tools.lib.figures import curves
-from tools.lib.figures.style import write_picture
+from tools.lib.files import replacing
 
 
 @as_program
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     tasks = curves.read_returns(chosen.rows)
     print(curves.table(tasks))
-    write_picture(chosen.output, curves.returns(tasks))
+    with replacing(chosen.output) as part:
+        curves.returns(tasks).savefig(part, format="png", dpi=160)
     print(f"written to {chosen.output}")
 
 

@@ -14,8 +14,10 @@ from data.json_text import parse_json, short
 from tasks import exorl
 from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import interval, of_worlds
-from tools.lib.figures.style import GREY, INK, colours_of, style
 from training.stored_step import differences
+
+INK, GREY = "#1b2733", "#5c6b7a"
+"""Of titles and labels; of reference lines."""
 
 CONTEXTS = {
     "own": ("own episodes before", "-"),
@@ -192,7 +194,8 @@ def table(tasks: dict[str, dict[str, Runs]]) -> str:
 
 def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
     """Draws a panel for each task, and one by drawn episodes read, if any were."""
-    colours = colours_of([name for agents in tasks.values() for name in agents])
+    names = dict.fromkeys(name for agents in tasks.values() for name in agents)
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
     groups = [runs for agents in tasks.values() for runs in agents.values()]
     columns = 2 if any(map(_drawn_counts, groups)) else 1
     size = (5.6 * columns, 6.4 * len(tasks))
@@ -203,7 +206,10 @@ def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
             for name, runs in agents.items():
                 draw(axes, runs, colours[name], name)
             _references(axes, [run for runs in agents.values() for run in runs], x)
-            style(axes, title=task, x=x, y="return")
+            axes.set_title(task, color=INK, fontsize=11)
+            axes.set_xlabel(x, color=INK)
+            axes.set_ylabel("return", color=INK)
+            axes.spines[["top", "right"]].set_visible(False)
             axes.set_ylim(bottom=0)
             below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 1}
             axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)

@@ -20,12 +20,6 @@ SENT = "{:26s} {:>7s}  {:>10s}  {:>12s}  {:>9s}  {:>10s}  {:>9s}"
 WIDTH = 100
 """Columns of what is printed."""
 
-LEGEND = (
-    "  time: of all bytes on all links. exposed: devices wait for all of it. hidden: a",
-    "  kernel or a product runs between start and end, of the ring's all kernels of a",
-    "  step; what outlasts its kernel is waited for, and in the estimate below.",
-)
-
 
 def describe(plan: Plan) -> list[str]:
     """Returns the lines printed for a plan."""
@@ -91,7 +85,7 @@ def _sent_lines(plan: Plan) -> list[str]:
     ]
     if plan.unknown_loops:
         lines.append(f"  {plan.unknown_loops} loops of unknown length counted once")
-    return [*lines, *LEGEND]
+    return lines
 
 
 def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
