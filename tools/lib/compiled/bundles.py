@@ -67,13 +67,12 @@ class Schedule:
 class Body:
     """Bundles that run once for one tile.
 
-    place: the path through it, from the first to the last bundle with MXU work.
-    bundles: of that path, and so the cycles of a tile before any stalls.
+    bundles: from the first to the last one with MXU work, and so the cycles of a tile
+      before any stalls.
     used: slots by unit.
     mxu_bound: bundles that the MXU slots would fill by themselves.
     """
 
-    place: Span
     bundles: int
     used: dict[str, int]
     mxu_bound: float
@@ -188,8 +187,7 @@ def bodies(schedule: Schedule) -> list[Body]:
             unit: sum(region.used[unit] for region in path) for unit in schedule.slots
         }
         bundles = sum(region.bundles for region in path)
-        place = Span(path[0].begin, path[-1].end)
-        result.append(Body(place, bundles, used, used["MXU"] / schedule.slots["MXU"]))
+        result.append(Body(bundles, used, used["MXU"] / schedule.slots["MXU"]))
     return result
 
 
