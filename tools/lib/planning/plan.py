@@ -31,15 +31,12 @@ class Transfers:
 
     Those in a loop count once an iteration.
 
-    hidden, exposed: transfers that overlap all kernels of their ring step, and others.
     hidden_bytes: bytes that the device sends, by the share of these kernels that each
       transfer overlaps; exposed_bytes: the rest.
     kernels: runs of attention kernels in a step.
     ways: links of a device that they share.
     """
 
-    hidden: int
-    exposed: int
     hidden_bytes: float
     exposed_bytes: float
     kernels: int
@@ -165,8 +162,6 @@ def transfers(program: Program, ways: int = 1) -> Transfers:
     """Sums the transfers of all rings of the program. ways: of `Transfers`."""
     found = [c for c in program.collectives() if c.kind == TRANSFER]
     return Transfers(
-        hidden=sum(c.times for c in found if c.is_hidden),
-        exposed=sum(c.times for c in found if not c.is_hidden),
         hidden_bytes=sum(c.hidden_share * c.total_bytes for c in found),
         exposed_bytes=sum((1 - c.hidden_share) * c.total_bytes for c in found),
         kernels=program.kernels().total(),

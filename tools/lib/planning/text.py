@@ -23,8 +23,9 @@ WIDTH = 100
 
 def describe(plan: Plan) -> list[str]:
     """Returns the lines printed for a plan."""
+    mesh = " x ".join(f"{axis} {length}" for axis, length in plan.mesh.items())
     lines = [
-        f"{plan.devices} x {plan.device_kind} ({plan.topology}): {_mesh(plan)}",
+        f"{plan.devices} x {plan.device_kind} ({plan.topology}): {mesh}",
         f"step: {plan.rows} x {plan.context_tokens:,} tokens{_documents(plan)}, "
         f"remat {plan.remat}, attention {plan.implementation}",
         f"model FLOPs {plan.work.model_flops:.3e} ({plan.work.paper_flops:.3e} as Ring "
@@ -38,10 +39,6 @@ def describe(plan: Plan) -> list[str]:
         *_sent_lines(plan),
         *_estimate_lines(plan),
     ]
-
-
-def _mesh(plan: Plan) -> str:
-    return " x ".join(f"{axis} {length}" for axis, length in plan.mesh.items())
 
 
 def _memory_lines(plan: Plan) -> list[str]:
