@@ -64,7 +64,7 @@ SPEED_UP_SIZES = ("1b", "3b", "7b")
 SPEED_UP_RINGS = {8: "8 A100", 16: "16 TPU v4"}
 SPEED_UP_CONTEXTS = tuple(2**power for power in range(15, 20)) + (786432,)
 FIGURE_5_SIZES = ("7b", "13b", "30b", "65b")
-FIGURE_5_CONTEXTS = tuple(2**power for power in range(12, 26))
+FIGURE_5_CONTEXTS = tuple(2**power for power in range(15, 25, 3))
 
 
 def table_2() -> list[dict[str, Any]]:
@@ -89,34 +89,31 @@ def table_2() -> list[dict[str, Any]]:
     return found
 
 
-def table_3(folder: Path) -> list[dict[str, Any]]:
-    """Returns the paper's contexts and those that have been compiled.
+def table_3(folder: Path) -> Iterator[str]:
+    """Yields a line for each of the paper's contexts, and what was compiled of it.
 
     Raises:
       ValueError: a file holds something else.
     """
-    rows = []
     for model, topology, paper, parts in CONTEXTS:
         chip, _, shape = topology.partition(":")
         ring = math.prod(map(int, shape.split("x"))) * (2 if chip == "v3" else 1)
         for remat, multiple in MULTIPLES.items():
-            row = {"model": model, "topology": topology, "remat": remat}
-            row |= {"paper_context": paper, "context": multiple * paper, "fits": None}
-            path = folder / f"{model}_{chip}_{remat}.json"
+            path, context = folder / f"{model}_{chip}_{remat}.json", multiple * paper
+            name = f"  {model:5s} {topology:10s} {remat:7s} {paper:>7,} {context:>9,}"
             if path.is_file():
-                row |= _fit(path)
+                yield f"{name} {_fit(path)}"
             else:
-                row["why"] = (
+                yield (
+                    f"{name} not compiled: "
                     f"python -m tools.plan_pod --config=configs/models.py:{model}/v4 "
-                    f"--topology={topology} --context={1024 * row['context']} "
+                    f"--topology={topology} --context={1024 * context} "
                     f"--config.mesh.ring={ring} --config.attention_parts={parts} "
                     f"--config.remat={remat} --output={path}"
                 )
-            rows.append(row)
-    return rows
 
 
-def _fit(path: Path) -> dict[str, Any]:
+def _fit(path: Path) -> str:
     """Returns what table 3 shows of a plan.
 
     Raises:
@@ -126,14 +123,12 @@ def _fit(path: Path) -> dict[str, Any]:
         found = parse_json(path.read_bytes())
         memory, transfers = found["memory"], found["transfers"]
         sent = transfers["hidden_bytes"] + transfers["exposed_bytes"]
-        return {
-            "fits": memory["spare_share"] >= SPARE_SHARE,
-            "peak_bytes": memory["peak"],
-            "capacity_bytes": memory["capacity"],
-            "host_bytes": memory["host"],
-            "hidden_share": transfers["hidden_bytes"] / sent,
-            "estimated_mfu": found["estimate"]["mfu"],
-        }
+        room = f"{memory['peak'] / GIB:.1f} of {memory['capacity'] / GIB:.0f}"
+        return (
+            f"{room:>12s} {memory['host'] / GIB:7.0f} "
+            f"{transfers['hidden_bytes'] / sent:7.1%} {found['estimate']['mfu']:12.0%}"
+            + ("" if memory["spare_share"] >= SPARE_SHARE else "  < 5 % spare")
+        )
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path} holds nothing that was compiled here "
@@ -141,18 +136,13 @@ def _fit(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def figure_5() -> list[dict[str, Any]]:
+def dataset_flops(size: str, context: int) -> float:
     """Returns FLOPs of a data set in contexts of s tokens over those of 4096.
 
     (6h + s) / (6h + 4096), with h the hidden size.
     """
-    found = []
-    for size in FIGURE_5_SIZES:
-        wide = 6 * _model(size).hidden_size
-        for context in FIGURE_5_CONTEXTS:
-            row = {"model": size, "context": context}
-            found.append(row | {"ratio": (wide + context) / (wide + 4096)})
-    return found
+    wide = 6 * _model(size).hidden_size
+    return (wide + context) / (wide + 4096)
 
 
 def largest_speed_ups(
@@ -175,18 +165,6 @@ def largest_speed_ups(
     return step, (2 * ring - 1) / ring
 
 
-def speed_ups() -> list[dict[str, Any]]:
-    """Returns how much faster than contiguous a striped step can be at most."""
-    found = []
-    for size in SPEED_UP_SIZES:
-        for ring in SPEED_UP_RINGS:
-            for context in SPEED_UP_CONTEXTS:
-                step, attention = largest_speed_ups(_model(size), ring, context)
-                row = {"model": size, "ring": ring, "context": context}
-                found.append(row | {"step": step, "attention": attention})
-    return found
-
-
 def _model(size: str) -> LanguageModelConfig:
     return LanguageModelConfig(**models.fields_of(size))
 
@@ -203,35 +181,22 @@ def describe(contexts: Path) -> Iterator[str]:
         "  model topology   remat     paper      ours  memory, GiB  host's  hidden"
         "  MFU at most"
     )
-    yield from map(_context_line, table_3(contexts))
+    yield from table_3(contexts)
     yield "\nFigure 5: FLOPs of a data set, relative to contexts of 4096 tokens"
     for size in FIGURE_5_SIZES:
-        ratios = [row for row in figure_5() if row["model"] == size]
-        shown = (f"{r['context'] // 1024}K {r['ratio']:.1f}" for r in ratios[3::3])
-        yield f"  {size:4s} " + ", ".join(shown)
+        ratios = ((n, dataset_flops(size, n)) for n in FIGURE_5_CONTEXTS)
+        shown = ", ".join(f"{n // 1024}K {ratio:.1f}" for n, ratio in ratios)
+        yield f"  {size:4s} {shown}"
     yield "\nStriped over contiguous, at most: a whole step, only products counted"
     yield "(attention alone, at any length)"
-    count, found = len(SPEED_UP_CONTEXTS), speed_ups()
-    for first in range(0, len(found), count):
-        mine = found[first : first + count]
-        ring, limit = mine[0]["ring"], mine[0]["attention"]
-        shown = (f"{r['context'] // 1024}K {r['step']:.2f}" for r in mine)
-        yield (
-            f"  {mine[0]['model']:4s} ring of {ring:2d}, {SPEED_UP_RINGS[ring]}: "
-            f"{', '.join(shown)} ({limit:.2f})"
-        )
-
-
-def _context_line(row: dict[str, Any]) -> str:
-    name = f"  {row['model']:5s} {row['topology']:10s} {row['remat']:7s}"
-    name += f" {row['paper_context']:>7,} {row['context']:>9,}"
-    if row["fits"] is None:
-        return f"{name} not compiled: {row['why']}"
-    memory = f"{row['peak_bytes'] / GIB:.1f} of {row['capacity_bytes'] / GIB:.0f}"
-    host = f"{row['host_bytes'] / GIB:.0f}"
-    line = f" {memory:>12s} {host:>7s} {row['hidden_share']:7.1%}"
-    line += f" {row['estimated_mfu']:12.0%}"
-    return name + line + ("" if row["fits"] else "  < 5 % spare")
+    for size in SPEED_UP_SIZES:
+        for ring, devices in SPEED_UP_RINGS.items():
+            steps = []
+            for context in SPEED_UP_CONTEXTS:
+                step, limit = largest_speed_ups(_model(size), ring, context)
+                steps.append(f"{context // 1024}K {step:.2f}")
+            name = f"{size:4s} ring of {ring:2d}, {devices}"
+            yield f"  {name}: {', '.join(steps)} ({limit:.2f})"
 
 
 @as_program

@@ -114,9 +114,9 @@ def test_smallest_blocks_are_those_of_table_2():
     v4 = rows["TPU v4 (one link)"]
     assert v4["block"] == pytest.approx(275e12 / 45e9)
     assert v4["sequence"] == 6 * v4["block"]
-    ratios = {(r["model"], r["context"]): r["ratio"] for r in paper_tables.figure_5()}
-    assert ratios["7b", 4096] == 1  # its hidden size is 4096
-    assert ratios["7b", 32768] == (6 * 4096 + 32768) / (7 * 4096)
+    assert paper_tables.dataset_flops("7b", 4096) == 1  # its hidden size is 4096
+    found = paper_tables.dataset_flops("7b", 32768)
+    assert found == (6 * 4096 + 32768) / (7 * 4096)
 
 
 @pytest.mark.parametrize("ring, limit", [(2, 1.5), (4, 1.75), (8, 1.875)])
