@@ -1,6 +1,7 @@
 """Matrix products with operands of the inputs' type and wide sums."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,16 @@ LOG2_E = math.log2(math.e)
 
 MAX_SOFT_CAP = 1024.0
 """Of GPU kernels, whose tanh is off by up to 2⁻²⁰, and scores by that times the cap."""
+
+
+class Scores(NamedTuple):
+    """What becomes of a product q k: it is scaled, and then capped if there is a cap.
+
+    soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
+    """
+
+    scale: float
+    soft_cap: float | None = None
 
 
 def accumulator_type(dtype: jnp.dtype) -> jnp.dtype:
@@ -27,16 +38,12 @@ def soft_capped(
     return soft_cap * t, 1 - jnp.square(t)
 
 
-def exponent_factors(
-    scale: float, soft_cap: float | None
-) -> tuple[float, float | None]:
+def exponent_factors(scores: Scores) -> tuple[float, float | None]:
     """Returns a GPU kernel's factor on scores, for exponents of 2, and within a tanh.
 
     Scores are q k where there is no soft cap, and tanh(the second factor · q k) else.
-
-    Raises:
-      NotImplementedError: the cap, or its inverse, is more than MAX_SOFT_CAP.
     """
+    scale, soft_cap = scores
     if soft_cap is None:
         return scale * LOG2_E, None
     if not 1 / MAX_SOFT_CAP <= soft_cap <= MAX_SOFT_CAP:
@@ -48,14 +55,14 @@ def exponent_factors(
 
 
 def forward_factors(
-    q: jax.Array, scale: float, soft_cap: float | None
+    q: jax.Array, scores: Scores
 ) -> tuple[jax.Array, float, float | None]:
     """Returns q and `exponent_factors` of a kernel that takes maxima before it scales.
 
     The factor on scores is positive: q has its sign. Nor is it flushed to 0, which
     times -inf would be nan: the smallest normal number makes all weights equal too.
     """
-    factor, tanh_scale = exponent_factors(scale, soft_cap)
+    factor, tanh_scale = exponent_factors(scores)
     smallest = float(jnp.finfo(jnp.float32).smallest_normal)
     return -q if factor < 0 else q, max(abs(factor), smallest), tanh_scale
 

@@ -3,17 +3,17 @@
 from kernels import backends
 from kernels.backends.hopper import launch as hopper
 from kernels.device import device_kind
-from tests.simulated_hopper import DETERMINISTIC, SimulatedHopper
-from tests.simulated_tpu import SimulatedTpu
-from tests.simulated_triton import SimulatedGpu
+from tests.simulated_hopper import DETERMINISTIC, SIMULATED_HOPPER
+from tests.simulated_tpu import SIMULATED_TPU
+from tests.simulated_triton import SIMULATED_GPU
 
 KIND = device_kind()
 
 BACKENDS = dict(backends.IMPLEMENTATIONS)
 if not KIND.startswith("TPU"):
-    BACKENDS["pallas_tpu"] = SimulatedTpu()
+    BACKENDS["pallas_tpu"] = SIMULATED_TPU
 if not KIND.startswith("NVIDIA"):
-    BACKENDS["triton"] = SimulatedGpu()
+    BACKENDS["triton"] = SIMULATED_GPU
 if not hopper.HOPPER.match(KIND):
-    BACKENDS["hopper"] = SimulatedHopper()
+    BACKENDS["hopper"] = SIMULATED_HOPPER
     BACKENDS["hopper_deterministic"] = DETERMINISTIC

@@ -6,7 +6,6 @@ additions by TMA are emulated (see `kernels.backends.hopper.emulation`).
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -16,26 +15,16 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.hopper import launch as hopper
 from kernels.backends.hopper.launch import HopperBlocks, Launch
-from kernels.backends.steps import Launched
 
 # Finding races takes half of the time: the kernels' own tests do.
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 
-@dataclass(frozen=True)
-class SimulatedHopper(Launched):
-    """The backend `hopper`, interpreted, its keys in several tiles."""
+SIMULATED_HOPPER = Launch(HopperBlocks(64, 2), INTERPRETED)
+"""The backend `hopper`, interpreted, its keys in several tiles."""
 
-    launch: Launch = Launch(HopperBlocks(64, 2), interpret=INTERPRETED)
-    kernels: ModuleType = hopper
-
-
-DETERMINISTIC = SimulatedHopper(
-    Launch(HopperBlocks(64, 2), interpret=INTERPRETED, is_deterministic=True)
-)
-
+DETERMINISTIC = Launch(HopperBlocks(64, 2), INTERPRETED, is_deterministic=True)
 
 RACES = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 

@@ -1,13 +1,9 @@
 """Runs the Pallas TPU kernels without a TPU: Pallas interprets them on a CPU."""
 
 import dataclasses
-from dataclasses import dataclass
-from types import ModuleType
 
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.backends.steps import Launched
-from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.tpu.block_sizes import TpuBlocks
 from kernels.backends.tpu.launch import Launch
 
@@ -30,20 +26,15 @@ SMALL_VMEM = 3 * 2**20
 """Bytes that hold a step in these blocks, but no dq of several tiles."""
 
 
-@dataclass(frozen=True)
-class SimulatedTpu(Launched):
-    """Backend `pallas_tpu` with a launch of its own."""
-
-    launch: Launch = Launch(CHIP, SMALL_BLOCKS, interpret=True)
-    kernels: ModuleType = pallas_tpu
-
-    def with_vmem(self, capacity: int) -> "SimulatedTpu":
-        """Returns the same on a chip with `capacity` bytes of vector memory."""
-        chip = dataclasses.replace(self.launch.chip, vmem_capacity_bytes=capacity)
-        return SimulatedTpu(dataclasses.replace(self.launch, chip=chip))
+SIMULATED_TPU = Launch(CHIP, SMALL_BLOCKS, interpret=True)
 
 
-def on_chip(version: pltpu.ChipVersion) -> SimulatedTpu:
+def with_vmem(capacity: int) -> Launch:
+    """Returns the same on a chip with `capacity` bytes of vector memory."""
+    chip = dataclasses.replace(CHIP, vmem_capacity_bytes=capacity)
+    return Launch(chip, SMALL_BLOCKS, interpret=True)
+
+
+def on_chip(version: pltpu.ChipVersion) -> Launch:
     """Returns the backend with the block sizes of that chip."""
-    chip = pltpu.get_tpu_info_for_chip(version, 1)
-    return SimulatedTpu(Launch(chip, interpret=True))
+    return Launch(pltpu.get_tpu_info_for_chip(version, 1), interpret=True)

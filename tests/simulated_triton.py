@@ -9,7 +9,6 @@ import importlib.util
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -19,9 +18,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels.backends.steps import Launched
 from kernels.backends.triton_gpu import kernels as triton_kernels
-from kernels.backends.triton_gpu import launch as triton_gpu
 from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.backends.triton_gpu.launch import Launch, Sizes
 
@@ -163,9 +160,4 @@ def interpreted_call(
     return jax.pure_callback(run, results, *operands)
 
 
-@dataclass(frozen=True)
-class SimulatedGpu(Launched):
-    """Backend `triton` with a launch of its own."""
-
-    launch: Launch = Launch(80, SMALL_BLOCKS, interpreted_call)
-    kernels: ModuleType = triton_gpu
+SIMULATED_GPU = Launch(80, SMALL_BLOCKS, interpreted_call)

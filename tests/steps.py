@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from kernels.backends import Backend, reference
-from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tile_layout import BlockSizes
 from kernels.merge import Partial
 from kernels.precision import accumulator_type
 from tests.cases.attention import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
@@ -53,7 +53,7 @@ class StepCase:
 
     group: query heads of a key/value head. bound_rows: 1, or batch rows with bounds of
       their own. has_carry: whether other keys came before, and other queries to these
-      keys. sizes: None for a default.
+      keys. sizes: of `blockwise`; None for a default.
     """
 
     queries: int
@@ -144,12 +144,17 @@ class StepCase:
         return {"k_start": k_start, "k_end": k_end}
 
 
+def _tiles(sizes: Sizes) -> dict[str, BlockSizes]:
+    """Returns the option of `blockwise`, which no other backend has."""
+    return {} if sizes is None else {"block_sizes": sizes}
+
+
 def run_forward(
     backend: Backend, scale: float, sizes: Sizes, step: Step, **cap: float
 ) -> Partial:
     """Returns (out, lse). cap: soft_cap, if there is one."""
     given = step.q, step.k, step.v, step.k_start, step.k_end
-    options = {"scale": scale, "block_sizes": sizes, **cap}
+    options = {"scale": scale, **_tiles(sizes), **cap}
     return backend.forward(*given, carry=step.carry, **options)
 
 
@@ -165,7 +170,7 @@ def run_backward(
     q, k, v, do, delta, dq, k_start, k_end, _, dkv = step
     lse = jnp.zeros_like(delta) if lse is None else lse
     given = q, k, v, do, lse, delta, k_start, k_end
-    options = {"scale": scale, "block_sizes": sizes, **cap}
+    options = {"scale": scale, **_tiles(sizes), **cap}
     return backend.backward(*given, dq=dq, dkv=dkv, **options)
 
 

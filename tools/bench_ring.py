@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.backends import IMPLEMENTATIONS, choose
-from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tile_layout import BlockSizes
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks import rings, rows
 from tools.lib.benchmarks.original import Original

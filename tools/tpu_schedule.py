@@ -55,13 +55,7 @@ from typing import Any
 
 import jax
 
-from kernels.backends.tpu.block_sizes import (
-    TPU_BACKWARD,
-    TPU_BACKWARD_CAPPED,
-    TPU_FORWARD,
-    TPU_FORWARD_CAPPED,
-    TpuBlocks,
-)
+from kernels.backends.tpu.block_sizes import TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import ROOT, Environment, check_output, make_row
 from tools.lib.benchmarks.rows import table as rows_as_text
@@ -73,16 +67,10 @@ from tools.lib.compiled.bundles import (
     tile_body,
 )
 from tools.lib.compiled.pods import ENVIRONMENT, PODS
-from tools.lib.compiled.tile_program import Compiled, Tile, write_request
+from tools.lib.compiled.tile_program import TABLES, Compiled, Tile, write_request
 from tools.lib.files import write_json
 
 PROGRAM = "tools.lib.compiled.tile_program"
-
-TABLES = {
-    "forward": (TPU_FORWARD, TPU_FORWARD_CAPPED),
-    "backward": (TPU_BACKWARD, TPU_BACKWARD_CAPPED),
-}
-"""Blocks by chip, without and with a soft cap."""
 
 TRIED = {"forward": ("rows", "columns", "ahead", "behind"), "backward": ("rows",)}
 """Fields of `TpuBlocks` that a full tile depends on, beside its own sizes."""

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from ..device import device_kind
 from . import blockwise, reference
 from .hopper import launch as hopper_launch
-from .steps import Launched
 from .tpu import launch as tpu_launch
 from .triton_gpu import launch as triton_launch
 
@@ -29,21 +28,15 @@ class Backend(Protocol):
 IMPLEMENTATIONS: Mapping[str, Backend] = {
     "reference": reference,
     "blockwise": blockwise,
-    "pallas_tpu": Launched(tpu_launch.Launch(), tpu_launch),
-    "hopper": Launched(hopper_launch.Launch(), hopper_launch),
-    "hopper_deterministic": Launched(
-        hopper_launch.Launch(is_deterministic=True), hopper_launch
-    ),
-    "triton": Launched(triton_launch.Launch(), triton_launch),
+    "pallas_tpu": tpu_launch.Launch(),
+    "hopper": hopper_launch.Launch(),
+    "hopper_deterministic": hopper_launch.Launch(is_deterministic=True),
+    "triton": triton_launch.Launch(),
 }
 
 
 def check_implementation(implementation: str | Backend | None) -> None:
-    """Checks an argument of `choose`.
-
-    Raises:
-      ValueError: the implementation is unknown.
-    """
+    """Refuses an argument of `choose` that is unknown."""
     is_backend = hasattr(implementation, "forward") and hasattr(
         implementation, "backward"
     )

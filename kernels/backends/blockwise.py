@@ -16,8 +16,7 @@ from jax import lax
 
 from ..merge import Partial
 from ..precision import product, soft_capped
-from .block_sizes import BlockSizes
-from .tile_layout import Tiles, Tiling
+from .tile_layout import BlockSizes, Tiles, Tiling
 from .tile_ranges import TileRanges, key_ranges, query_ranges
 
 
@@ -46,32 +45,13 @@ def forward(
     """Computes attention to the key slots [k_start, k_end): see `reference`."""
     tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
+    k_starts, k_ends = (tiling.split_bounds(bound) for bound in (k_start, k_end))
     operands = tiling.split_queries(q), tiling.split_keys(k), tiling.split_keys(v)
     if carry is None:
         out = jnp.zeros(operands[0].shape, tiling.dtype)
         sums = out, jnp.full(out.shape[:-1], -jnp.inf, tiling.dtype)
     else:
         sums = tiling.split_queries(carry[0]), tiling.split_rows(carry[1])
-    bounds, scores = (k_start, k_end), (scale, soft_cap)
-    out, lse = forward_tiles(tiling, ranges, operands, bounds, scores, sums)
-    return tiling.join_queries(out), tiling.join_rows(lse)
-
-
-def forward_tiles(
-    tiling: Tiling,
-    ranges: TileRanges,
-    operands: tuple[jax.Array, jax.Array, jax.Array],
-    bounds: tuple[jax.Array, jax.Array],
-    scores: tuple[float, float | None],
-    sums: Partial,
-) -> Partial:
-    """Computes the forward pass over given key tiles of each query tile.
-
-    operands: q, k and v, cut into tiles. scores: scale and soft_cap.
-    sums: out (M, X, query tiles, R, D) and lse over other keys, from which it goes on.
-    """
-    scale, soft_cap = scores
-    k_starts, k_ends = (tiling.split_bounds(bound) for bound in bounds)
 
     def heads(*tiles):
         q_tiles, k_tiles, v_tiles, *sums = map(Tiles.of, tiles)
@@ -115,7 +95,7 @@ def forward_tiles(
         return tuple(x.joined() for x in sums)
 
     out, lse = _for_each_head(heads, *operands, *sums)
-    return out, lse
+    return tiling.join_queries(out), tiling.join_rows(lse)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "block_sizes"))
@@ -138,6 +118,7 @@ def backward(
     """Computes gradients of the attention to these keys: see `reference`."""
     tiling = Tiling.of(q, k, k_start, block_sizes or default_block_sizes(q.shape[1]))
     ranges = query_ranges(k_start, k_end, tiling.block_q, tiling.block_k, k.shape[1])
+    k_starts, k_ends = (tiling.split_bounds(bound) for bound in (k_start, k_end))
     rows = tiling.split_rows(lse), tiling.split_rows(delta)
     queries = tiling.split_queries(q), tiling.split_queries(do), *rows
     keys = tiling.split_keys(k), tiling.split_keys(v)
@@ -145,28 +126,6 @@ def backward(
         dk, dv = (jnp.zeros(x.shape, tiling.dtype) for x in keys)
     else:
         dk, dv = map(tiling.split_keys, dkv)
-    sums = tiling.split_columns(dq), dk, dv
-    bounds, scores = (k_start, k_end), (scale, soft_cap)
-    dq, dk, dv = backward_tiles(tiling, ranges, queries, keys, bounds, scores, sums)
-    return tiling.join_columns(dq), tiling.join_keys(dk), tiling.join_keys(dv)
-
-
-def backward_tiles(
-    tiling: Tiling,
-    ranges: TileRanges,
-    queries: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-    keys: tuple[jax.Array, jax.Array],
-    bounds: tuple[jax.Array, jax.Array],
-    scores: tuple[float, float | None],
-    sums: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes dq, dk and dv over given query tiles of each key tile.
-
-    queries: q, do, lse and delta. keys: k and v. scores: scale and soft_cap.
-    sums: dq (M, X, D, query tiles, R), dk and dv so far, to which it adds.
-    """
-    scale, soft_cap = scores
-    k_starts, k_ends = (tiling.split_bounds(bound) for bound in bounds)
 
     def heads(dq, *tiles):
         *tiles, dk_tiles, dv_tiles = map(Tiles.of, tiles)
@@ -206,9 +165,9 @@ def backward_tiles(
         dq, *dkv = _for_each_line(ranges, k_tiles, key_tile, sums)
         return dq, *(x.joined() for x in dkv)
 
-    dq, dk, dv = sums
+    dq = tiling.split_columns(dq)  # (M, X, D, query tiles, R)
     dq, dk, dv = _for_each_head(heads, dq, *queries, *keys, dk, dv)
-    return dq, dk, dv
+    return tiling.join_columns(dq), tiling.join_keys(dk), tiling.join_keys(dv)
 
 
 def _added_columns(dq: jax.Array, line, i, partial: jax.Array) -> jax.Array:

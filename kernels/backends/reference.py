@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from ..masks import in_interval
 from ..merge import Partial, added, merge
-from ..precision import product, soft_capped
-from .block_sizes import BlockSizes
+from ..precision import Scores, product, soft_capped
 
 
 def forward(
@@ -24,7 +23,6 @@ def forward(
     *,
     scale: float,
     soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
     carry: Partial | None = None,
 ) -> Partial:
     """Computes the attention of every query to the key slots [k_start, k_end).
@@ -34,20 +32,26 @@ def forward(
     k_start, k_end: int32 (B, T) or (1, T), within [0, S], not decreasing along T.
     scale: factor on the scores.
     soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
-    block_sizes: tile sizes; unused here.
     carry: a partial result over other keys, merged into this one.
 
     Returns:
       out (B, T, H, D) and the natural-log lse (B, H, T), float32 (float64 for float64
       inputs). A row without visible keys has out = 0 and lse = -inf.
     """
-    del block_sizes
-    s, mask, _ = _scores(q, k, k_start, k_end, scale, soft_cap)  # (B, K, G, T, S)
+    mask = _mask(k.shape[1], k_start, k_end)  # (B, T, S)
+    partial = masked(q, k, v, mask, Scores(scale, soft_cap))
+    return partial if carry is None else merge(carry, partial)
+
+
+def masked(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scores: Scores
+) -> Partial:
+    """Computes `forward` under a mask, bool (B, T, S)."""
+    s, mask, _ = _scores(q, k, mask, scores)  # (B, K, G, T, S)
     lse = jax.nn.logsumexp(s, axis=-1)  # (B, K, G, T)
     p = _probabilities(s, lse, mask)  # (B, K, G, T, S)
     out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v).reshape(q.shape)
-    lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1])  # (B, H, T)
-    return (out, lse) if carry is None else merge(carry, (out, lse))
+    return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])  # (B, H, T)
 
 
 def backward(
@@ -62,13 +66,12 @@ def backward(
     *,
     scale: float,
     soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
     dq: jax.Array,
     dkv: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of the attention to these keys (FlashAttention, 2205.14135).
 
-    q, k, v, k_start, k_end, scale, soft_cap, block_sizes: as in `forward`.
+    q, k, v, k_start, k_end, scale, soft_cap: as in `forward`.
     do: (B, T, H, D), gradient of the whole result.
     lse: (B, H, T), of the whole result, over all keys of the ring.
     delta: (B, H, T), the sum over D of do · out, less the gradient of lse if any.
@@ -79,8 +82,8 @@ def backward(
       dq (B, T, H, D), dk and dv (B, S, K, D): float32. The factor `scale` of dq and dk
       is left to the end of a ring.
     """
-    del block_sizes
-    s, mask, slope = _scores(q, k, k_start, k_end, scale, soft_cap)  # (B, K, G, T, S)
+    mask, scores = _mask(k.shape[1], k_start, k_end), Scores(scale, soft_cap)
+    s, mask, slope = _scores(q, k, mask, scores)  # (B, K, G, T, S)
     grouped = s.shape[:4]  # (B, K, G, T)
     rows = (q.shape[0], q.shape[1], *grouped[1:3], q.shape[3])
     q, do = q.reshape(rows), do.reshape(rows)  # (B, T, K, G, D)
@@ -93,21 +96,20 @@ def backward(
     return dq + partial.reshape(dq.shape), *added(dkv, (dk, dv))
 
 
+def _mask(keys: int, k_start: jax.Array, k_end: jax.Array) -> jax.Array:
+    """Returns which keys are visible, (B, T, S)."""
+    slot = jnp.arange(keys, dtype=k_start.dtype)  # (S,)
+    return in_interval(k_start[..., None], slot, k_end[..., None])
+
+
 def _scores(
-    q: jax.Array,
-    k: jax.Array,
-    k_start: jax.Array,
-    k_end: jax.Array,
-    scale: float,
-    soft_cap: float | None,
+    q: jax.Array, k: jax.Array, mask: jax.Array, scores: Scores
 ) -> tuple[jax.Array, jax.Array, jax.Array | float]:
     """Returns masked scores (B, K, G, T, S), mask (B, 1, 1, T, S), slope of the cap."""
     batch, length, heads, depth = q.shape
-    keys, kv_heads = k.shape[1:3]
+    kv_heads, (scale, soft_cap) = k.shape[2], scores
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
     s, slope = soft_capped(scale * product("btkgd,bskd->bkgts", q, k), soft_cap)
-    slot = jnp.arange(keys, dtype=k_start.dtype)  # (S,)
-    mask = in_interval(k_start[..., None], slot, k_end[..., None])  # (B, T, S)
     mask = mask[:, None, None]  # (B, 1, 1, T, S)
     return jnp.where(mask, s, -jnp.inf), mask, slope
 

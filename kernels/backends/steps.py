@@ -5,6 +5,7 @@ the methods of `PlainForward` and `PlainBackward`: then what depends on queries 
 bounds alone is computed once a ring, before its loop.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from ..masks import Visible
 from ..merge import Partial
-from ..precision import accumulator_type
+from ..precision import Scores, accumulator_type
 
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
@@ -41,7 +42,7 @@ class PlainForward(PlainForm):
 
     backend: Any
     q: jax.Array
-    scores: dict[str, float | None]
+    scores: Scores
 
     def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Any:
         """Attends to keys, and goes on from a carry in that form, if any.
@@ -49,7 +50,7 @@ class PlainForward(PlainForm):
         seen: as `prepare` returns it.
         """
         operands = self.q, k, v, *seen
-        return self.backend.forward(*operands, carry=carry, **self.scores)
+        return self.backend.forward(*operands, carry=carry, **self.scores._asdict())
 
 
 @dataclass(frozen=True)
@@ -76,33 +77,26 @@ class PlainBackward(PlainForm):
 
     backend: Any
     rows: Rows
-    scores: dict[str, float | None]
+    scores: Scores
 
     def add(
         self, k: jax.Array, v: jax.Array, seen: Any, dq: jax.Array, dkv: Any
     ) -> Any:
         """Returns dq in the backend's own form, and dk and dv as `reference` does."""
         q, *others = self.rows
-        operands = q, k, v, *others, *seen
-        return self.backend.backward(*operands, dq=dq, dkv=dkv, **self.scores)
+        operands, scores = (q, k, v, *others, *seen), self.scores._asdict()
+        return self.backend.backward(*operands, dq=dq, dkv=dkv, **scores)
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A backend of kernels, whose `forward` and `backward` run a step by itself.
+class Kernels:
+    """A backend whose `forward` and `backward` run one of its steps by itself.
 
-    launch: chip, blocks and the like, an argument of `forward_steps` and
-      `backward_steps`. kernels: the module of these two.
+    A subclass has `forward_steps` and `backward_steps`: of the functions of that name,
+    all arguments but the backend.
     """
 
-    launch: Any
-    kernels: Any
-
-    def forward_steps(self, *operands: Any, **options: Any) -> Any:
-        return self.kernels.forward_steps(*operands, launch=self.launch, **options)
-
-    def backward_steps(self, *operands: Any, **options: Any) -> Any:
-        return self.kernels.backward_steps(*operands, launch=self.launch, **options)
+    forward_steps: Callable[..., Any]
+    backward_steps: Callable[..., Any]
 
     def forward(
         self,
@@ -111,10 +105,10 @@ class Launched:
         v: jax.Array,
         *bounds: jax.Array,
         carry: Partial | None = None,
-        **options: Any,
+        **scores: Any,
     ) -> Partial:
         """Attends from every query to the keys [k_start, k_end): see `reference`."""
-        steps = self.forward_steps(q, k, Visible(*bounds), **options)
+        steps = self.forward_steps(q, k, Visible(*bounds), Scores(**scores))
         start = None if carry is None else steps.begin(carry)
         return steps.finish(steps.attend(k, v, steps.prepare(*bounds), start))
 
@@ -126,45 +120,37 @@ class Launched:
         *rows: jax.Array,
         dq: jax.Array,
         dkv: tuple[jax.Array, jax.Array] | None = None,
-        **options: Any,
+        **scores: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the gradients of the attention to these keys: see `reference`."""
         (do, lse, delta), visible = rows[:3], Visible(*rows[3:])
-        steps = self.backward_steps((q, do, lse, delta), k, visible, **options)
+        rows = q, do, lse, delta
+        steps = self.backward_steps(rows, k, visible, Scores(**scores))
         seen = steps.prepare(*visible)
         dq, dk, dv = steps.add(k, v, seen, steps.begin(dq), dkv)
         return steps.finish(dq), dk, dv
 
 
 def forward_steps(
-    backend: Any,
-    q: jax.Array,
-    k: jax.Array,
-    visible: Visible,
-    scores: dict[str, float | None],
+    backend: Any, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
 ) -> Any:
     """Prepares the forward steps of queries (B, T, H, D), as a `PlainForward` does.
 
     k: of any step. visible: of any, (m, B or 1, T). Of both the shapes count.
-    scores: scale and soft_cap.
     """
     make = getattr(backend, "forward_steps", None)
     if make:
-        return make(q, k, _of_one(visible), **scores)
+        return make(q, k, _of_one(visible), scores)
     return PlainForward(backend, q, scores)
 
 
 def backward_steps(
-    backend: Any,
-    rows: Rows,
-    k: jax.Array,
-    visible: Visible,
-    scores: dict[str, float | None],
+    backend: Any, rows: Rows, k: jax.Array, visible: Visible, scores: Scores
 ) -> Any:
     """Prepares the backward steps of rows q, do, lse, delta: see `forward_steps`."""
     make = getattr(backend, "backward_steps", None)
     if make:
-        return make(rows, k, _of_one(visible), **scores)
+        return make(rows, k, _of_one(visible), scores)
     return PlainBackward(backend, rows, scores)
 
 

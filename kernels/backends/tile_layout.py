@@ -6,7 +6,7 @@ heads: M rows of bounds, and X = B / M · K heads in each.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,18 @@ from jax import lax
 
 from ..masks import in_interval
 from ..precision import accumulator_type
-from .block_sizes import BlockSizes
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Query rows and key slots of one tile of the score matrix."""
+
+    block_q: int
+    block_k: int
+
+    def __post_init__(self):
+        if not all(type(size) is int and size > 0 for size in astuple(self)):
+            raise ValueError(f"{self} must be two integers from 1 on")
 
 
 class Tiling(NamedTuple):

@@ -14,6 +14,7 @@ from ..backends import Backend
 from ..device import is_cpu, is_tpu
 from ..layouts import Array, Layout
 from ..masks import Visible
+from ..precision import Scores
 from .routes import ONE_WAY, Chunk, Counted, RingOrder, Route, Schedule
 
 LANES = 128
@@ -66,9 +67,8 @@ class Ring:
     route: Route = ONE_WAY
 
     @property
-    def scores(self) -> dict[str, float | None]:
-        """Returns the backends' arguments of what becomes of q · k."""
-        return {"scale": self.scale, "soft_cap": self.soft_cap}
+    def scores(self) -> Scores:
+        return Scores(self.scale, self.soft_cap)
 
     def shard(self) -> jax.Array | int:
         """Returns the number of the shard that this device's queries belong to."""

@@ -15,7 +15,7 @@ this is NumPy and Python, known when a program is traced.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,16 +119,6 @@ class Chunk:
         return self.shifts(step + 1) - self.shifts(step)
 
 
-class Step(NamedTuple):
-    """What happens in a step of a schedule, by the chunks' numbers.
-
-    sends: (from, to) of every device. attends: whose chunk each attends to, (N,).
-    """
-
-    sends: dict[int, list[tuple[int, int]]]
-    attends: dict[int, np.ndarray]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The chunks of a ring, in the order in which a device computes them in a step."""
@@ -150,17 +140,6 @@ class Schedule:
         """Steps to unroll: those between two of them have the same transfers."""
         begins = {chunk.first for chunk in self.chunks}
         return sorted({0, *begins, *(chunk.last for chunk in self.chunks)})
-
-    def steps(self) -> Iterator[Step]:
-        """Yields what is sent and what is attended to in each step, forward."""
-        for step in range(self.last + 1):
-            sends, attends = {}, {}
-            for number, chunk in enumerate(self.chunks):
-                if chunk.first <= step <= chunk.last:
-                    attends[number] = chunk.order.owners(chunk.shifts(step))
-                if step < chunk.last:
-                    sends[number] = chunk.order.pairs(chunk.shifts_after(step))
-            yield Step(sends, attends)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kernels.backends import Backend
-from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tile_layout import BlockSizes
 from tests.cases import table
 from tests.cases.attention import FLOAT32_TOLERANCE, Answer
 from tests.steps import PASSES, Step, StepCase, answer, assert_true, shared, truth
@@ -69,20 +69,18 @@ class Refusal(NamedTuple):
     queries: int = 32
     heads: int = 2
     head_dim: int = 64
-    sizes: tuple[int, int] | None = None
     soft_cap: float | None = None
     backend: Backend | None = None
     passes: tuple[str, ...] = ("forward", "backward")
 
     def check(self, backend: Backend) -> None:
         """Traces the passes, which compute nothing, and expects the refusal of each."""
-        sizes = self.sizes and BlockSizes(*self.sizes)
         cap = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
         shape = self.queries, self.queries, self.heads, self.head_dim
         with jax.enable_x64(self.dtype == jnp.float64):
             step = StepCase(*shape, batch=1).abstract(self.dtype)
             for name in self.passes:
-                run = functools.partial(PASSES[name], backend, 0.1, sizes, **cap)
+                run = functools.partial(PASSES[name], backend, 0.1, None, **cap)
                 with pytest.raises(self.error, match=self.words):
                     jax.eval_shape(run, step)
 
@@ -96,12 +94,14 @@ def refusals_of(kind: str, **names: Any) -> dict[str, Refusal]:
     }
 
 
-def float32_cases(tile: int, *sizes: int) -> dict[str, tuple[StepCase, jnp.dtype]]:
+def float32_cases(
+    tile: int, sizes: BlockSizes | None = None
+) -> dict[str, tuple[StepCase, jnp.dtype]]:
     """Returns cases of each small group, several head sizes and odd lengths.
 
-    tile: rows and keys of a large tile. sizes: of the blocks where there are many keys.
+    tile: rows and keys of a large tile. sizes: where there are many keys.
     """
-    more = {"bound_rows": 2, "sizes": BlockSizes(*sizes)}
+    more = {"bound_rows": 2, "sizes": sizes}
     cases = {
         "one query, scale of zero": StepCase(1, tile + 44, 1, kv_heads=2, scale=0.0),
         "one key": StepCase(tile + 14, 1, 2, 100, bound_rows=2, has_carry=True),

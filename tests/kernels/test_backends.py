@@ -4,8 +4,8 @@ Kernels are interpreted here, in small tiles. What concerns one chip alone is in
 files of that chip.
 """
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels import backends
 from kernels.backends import IMPLEMENTATIONS, blockwise
-from kernels.backends.block_sizes import BlockSizes
 from kernels.backends.hopper import launch as hopper
+from kernels.backends.hopper.block_sizes import HopperBlocks
+from kernels.backends.tile_layout import BlockSizes
+from kernels.backends.tpu.block_sizes import TPU_FORWARD
 from kernels.backends.triton_gpu import launch as triton_gpu
 from tests.kernels.backend_suite import (
     BackendSuite,
@@ -25,9 +27,9 @@ from tests.kernels.backend_suite import (
     float32_cases,
     refusals_of,
 )
-from tests.simulated_hopper import RACES, SimulatedHopper
-from tests.simulated_tpu import V6E, SimulatedTpu, on_chip
-from tests.simulated_triton import SMALL_BLOCKS, SimulatedGpu, interpreted_call
+from tests.simulated_hopper import RACES
+from tests.simulated_tpu import SIMULATED_TPU, V6E, on_chip, with_vmem
+from tests.simulated_triton import SIMULATED_GPU, SMALL_BLOCKS, interpreted_call
 from tests.steps import StepCase, truth
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -45,7 +47,7 @@ class TestBlockwise(BackendSuite):
     implementation = "blockwise"
     backend = blockwise
     cases = {
-        **float32_cases(64, 16, 32),
+        **float32_cases(64, BlockSizes(16, 32)),
         "bfloat16": (StepCase(101, 201, 4, head_dim=128, has_carry=True), BF16),
         "float16": (StepCase(70, 257, batch=1, sizes=BlockSizes(64, 32)), F16),
         "tiles of one": (StepCase(7, 9, bound_rows=2, sizes=BlockSizes(1, 1)), F32),
@@ -70,9 +72,9 @@ class TestBlockwise(BackendSuite):
 @pytest.mark.thorough(quick=1)
 class TestTpu(BackendSuite):
     implementation = "pallas_tpu"
-    backend = SimulatedTpu()
+    backend = SIMULATED_TPU
     cases = {
-        **float32_cases(256, 128, 256),
+        **float32_cases(256),
         "many heads": (StepCase(77, 700, 16, bound_rows=2, has_carry=True), F32),
         "bfloat16": (StepCase(200, 500, 8, 100, bound_rows=2, has_carry=True), BF16),
         "cap": (StepCase(300, 700, 2, has_carry=True, scale=-0.5, soft_cap=1.5), F32),
@@ -97,7 +99,12 @@ class TestTpu(BackendSuite):
         WIDE={"dtype": F32, "queries": 300},
         V3=on_chip(pltpu.ChipVersion.TPU_V3),
         V4=on_chip(pltpu.ChipVersion.TPU_V4),
-        SMALL=SimulatedTpu().with_vmem(2**22),
+        SMALL=replace(with_vmem(2**22), blocks=TPU_FORWARD["v5e"]),
+        KEYS=replace(SIMULATED_TPU, blocks=replace(SIMULATED_TPU.blocks, block_k=200)),
+        V3_KEYS=replace(
+            on_chip(pltpu.ChipVersion.TPU_V3),
+            blocks=replace(SIMULATED_TPU.blocks, block_k=128),
+        ),
         REAL=IMPLEMENTATIONS["pallas_tpu"],
     )
 
@@ -106,9 +113,9 @@ class TestTpu(BackendSuite):
 class TestWideTpu(TestTpu):
     """Of chips whose matrix units are 256 wide: see `tpu.orientation`."""
 
-    backend = SimulatedTpu(dataclasses.replace(SimulatedTpu().launch, chip=V6E))
+    backend = replace(SIMULATED_TPU, chip=V6E)
     cases = {
-        **float32_cases(256, 128, 256),
+        **float32_cases(256),
         "few numbers": (StepCase(300, 500, 2, 40, bound_rows=2, has_carry=True), F32),
         "cap": TestTpu.cases["cap"],
         "bfloat16": (StepCase(200, 500, 2, 100, bound_rows=2, has_carry=True), BF16),
@@ -120,7 +127,7 @@ class TestWideTpu(TestTpu):
 @pytest.mark.thorough(quick=1)
 class TestHopper(BackendSuite):
     implementation = "hopper"
-    backend = SimulatedHopper(hopper.Launch(interpret=RACES))
+    backend = hopper.Launch(HopperBlocks(64, 2), RACES)
     cases = {
         "one query, scale of zero": (StepCase(1, 300, batch=1, scale=0.0), BF16),
         "a scale that is flushed to zero": (
@@ -128,7 +135,7 @@ class TestHopper(BackendSuite):
             BF16,
         ),
         "far more keys": (
-            StepCase(*(77, 400, 1, 64, 1, 2, 2, True, -1e-5), BlockSizes(128, 64)),
+            StepCase(77, 400, 1, 64, 1, 2, 2, True, -1e-5),
             F16,
         ),
         "far more queries": (
@@ -149,7 +156,7 @@ class TestHopper(BackendSuite):
     types = BF16, F16
     draws_type = True
     tiles = Groups(
-        StepCase(384, 512, 1, head_dim=128, batch=1, sizes=BlockSizes(128, 64)),
+        StepCase(384, 512, 1, head_dim=128, batch=1),
         rows=128,
         query_tile=128,
         granule=128,
@@ -160,7 +167,11 @@ class TestHopper(BackendSuite):
     dtype = BF16
     tolerance = 1e-2
     carry_tolerance = 0
-    refusals = refusals_of("no-hopper", REAL=IMPLEMENTATIONS["hopper"])
+    refusals = refusals_of(
+        "no-hopper",
+        REAL=IMPLEMENTATIONS["hopper"],
+        MANY=hopper.Launch(HopperBlocks(640, 4), RACES),
+    )
 
     def test_forward_skips_masked_keys_64_by_64(self, rng):
         """Backward ones skip 128 by 128."""
@@ -187,7 +198,7 @@ class TestHopperDeterministic(TestHopper):
     # It differs in its backward only.
     backend = Two(
         blockwise.forward,
-        SimulatedHopper(hopper.Launch(interpret=RACES, is_deterministic=True)).backward,
+        hopper.Launch(interpret=RACES, is_deterministic=True).backward,
     )
     carry_tolerance = 1e-6
     cases = {
@@ -215,9 +226,9 @@ class TestHopperDeterministic(TestHopper):
 @pytest.mark.thorough(quick=1)
 class TestTriton(BackendSuite):
     implementation = "triton"
-    backend = SimulatedGpu()
+    backend = SIMULATED_GPU
     cases = {
-        **float32_cases(64, 16, 32),
+        **float32_cases(64),
         # A cap so low that exponents of its tanh overflow.
         "whole tiles": (
             StepCase(128, 128, 1, head_dim=3, has_carry=True, soft_cap=0.01),
@@ -230,11 +241,9 @@ class TestTriton(BackendSuite):
         ),
     }
     types = triton_gpu.TYPES
-    tiles = dataclasses.replace(
-        TestBlockwise.tiles, case=StepCase(192, 320, group=1, batch=1)
-    )
+    tiles = replace(TestBlockwise.tiles, case=StepCase(192, 320, group=1, batch=1))
     refusals = refusals_of(
         "no-triton",
-        OLD=SimulatedGpu(triton_gpu.Launch(75, SMALL_BLOCKS, interpreted_call)),
-        NONE=SimulatedGpu(triton_gpu.Launch()),
+        OLD=triton_gpu.Launch(75, SMALL_BLOCKS, interpreted_call),
+        NONE=triton_gpu.Launch(),
     )

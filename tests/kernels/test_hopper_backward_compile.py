@@ -20,7 +20,6 @@ from tests.mosaic_kernels import (
     assert_nothing_spills_and_products_overlap,
     inspect,
 )
-from tests.simulated_hopper import SimulatedHopper
 from tests.steps import Step, StepCase, run_backward
 
 
@@ -39,7 +38,7 @@ def step(
 def backward(
     dq, step: Step, is_deterministic: bool = False, soft_cap: float | None = None
 ):
-    backend = SimulatedHopper(Launch(is_deterministic=is_deterministic))
+    backend = Launch(is_deterministic=is_deterministic)
     step = step._replace(dq=dq)
     return run_backward(backend, 0.1, None, step, step.delta, soft_cap=soft_cap)
 

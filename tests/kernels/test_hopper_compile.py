@@ -22,7 +22,6 @@ from tests.mosaic_kernels import (
     inspect,
     read_kernels,
 )
-from tests.simulated_hopper import SimulatedHopper
 from tests.steps import StepCase, run_forward
 from tools.lib.compiled.pods import SHARED_BYTES
 
@@ -38,7 +37,7 @@ def compiled(
 ) -> Inspected:
     """Compiles a step with 2 query heads a key/value head."""
     case = StepCase(length, length, 2, head_dim, 2, batch=1, has_carry=has_carry)
-    backend = SimulatedHopper(Launch(blocks))
+    backend = Launch(blocks)
     forward = functools.partial(run_forward, backend, 0.1, None, soft_cap=soft_cap)
     return inspect(forward, case.abstract(dtype))
 

@@ -13,11 +13,11 @@ import pytest
 from kernels.backends.hopper import backward, backward_dq, forward
 from kernels.backends.hopper.launch import HopperBlocks, Launch
 from tests.cases import in_tiers
-from tests.simulated_hopper import RACES, SimulatedHopper, run_without_wait
+from tests.simulated_hopper import RACES, run_without_wait
 from tests.steps import Step, StepCase, compiled, run_backward, run_forward
 
-BACKEND = SimulatedHopper(Launch(HopperBlocks(64, 2), RACES))
-DETERMINISTIC = SimulatedHopper(Launch(interpret=RACES, is_deterministic=True))
+BACKEND = Launch(HopperBlocks(64, 2), RACES)
+DETERMINISTIC = Launch(interpret=RACES, is_deterministic=True)
 
 COUNTS = {
     "forward": {

@@ -4,30 +4,15 @@ import numpy as np
 import pytest
 
 from kernels import chips, choose_layout
-from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tile_layout import BlockSizes
 from kernels.cost.choice import Choice, default_granule, options, ranked
 from kernels.cost.work import Row, Sequence
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import Visible
+from tests.cases import table
 from tools.lib.benchmarks.problems import tiles_per_step
 
-MAGI = {
-    (1, 10): 30_254,
-    (11, 50): 391_188,
-    (51, 100): 699_596,
-    (101, 200): 1_377_757,
-    (201, 500): 3_794_735,
-    (501, 1024): 3_316_785,
-    (1025, 2048): 2_106_566,
-    (2049, 4096): 988_525,
-    (4097, 8192): 410_002,
-    (8193, 16_384): 173_574,
-    (16_385, 32_768): 115_007,
-    (32_769, 65_536): 18_428,
-    (65_537, 131_072): 22_513,
-    (131_073, 196_608): 18_284,
-}
-"""Documents by their lengths, as MagiAttention's benchmark has them (from, to)."""
+MAGI = dict(table("kernels.txt", "magi"))
 
 
 def documents(rng, kind: str, tokens: int) -> tuple[int, ...]:

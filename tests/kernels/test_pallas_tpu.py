@@ -31,11 +31,12 @@ from kernels.masks import causal
 from tests.cases.attention import FLOAT32_TOLERANCE
 from tests.simulated_tpu import (
     CHIP,
+    SIMULATED_TPU,
     SMALL_BLOCKS,
     SMALL_VMEM,
     V6E,
-    SimulatedTpu,
     on_chip,
+    with_vmem,
 )
 from tests.steps import (
     StepCase,
@@ -81,7 +82,7 @@ def test_capped_step_equals_the_reference_with_the_tanh_of_a_chip(scale, rng):
         step = case.draw(np.random.default_rng(seed))
         q = step.q.reshape(2, case.queries, case.kv_heads, case.group, -1)
         smallest = np.abs(np.einsum("btkgd,bskd->bkgts", q, step.k)).min()
-    backend = SimulatedTpu(Launch(chip, SMALL_BLOCKS, True))
+    backend = Launch(chip, SMALL_BLOCKS, True)
     assert_true(np.random.default_rng(seed), backend, case, jnp.float32)
 
 
@@ -113,7 +114,7 @@ def launches(monkeypatch) -> list[dict]:
 def dq_tiles(launches: list[dict], capacity: int) -> int:
     """Tiles of dq in a vector memory of so many bytes; 0: nothing fits."""
     try:
-        traced(HEAD, SimulatedTpu().with_vmem(capacity), run=run_backward)
+        traced(HEAD, with_vmem(capacity), run=run_backward)
     except ValueError:
         return 0
     scratch = jax.tree.leaves(launches[-1]["grid_spec"].scratch_shapes)
@@ -165,7 +166,7 @@ def test_gradients_of_repeated_heads_are_summed_over_their_stacks(rng):
 def test_heads_that_are_not_stacked_see_the_keys_that_they_share(rng):
     """Vector memory holds the rows of one head of five: keys are read five times."""
     chip = dataclasses.replace(CHIP, vmem_capacity_bytes=5 * 2**19)
-    backend = SimulatedTpu(Launch(chip, interpret=True))
+    backend = Launch(chip, interpret=True)
     case = StepCase(60, 90, group=5, kv_heads=2, batch=1, has_carry=True)
     step = case.draw(rng).astype(jnp.float32)
     assert [cut[:2] for cut in cuts(chip, step.q, step.k)] == [(1, 5), (1, 5)]
@@ -189,7 +190,7 @@ def test_bounds_of_more_than_16_million_slots_are_exact():
 
 def test_cost_counts_the_products_of_all_queries_with_all_keys(launches):
     case = StepCase(257, 700, group=4, head_dim=100, kv_heads=2)
-    traced(case, SimulatedTpu())
+    traced(case, SIMULATED_TPU)
     scores = 2 * 8 * 257 * 700
     costs = {launch["name"]: launch["cost_estimate"] for launch in launches}
     flops = {name: cost.flops for name, cost in costs.items()}
@@ -207,7 +208,7 @@ def test_step_is_exact_where_scalar_memory_does_not_hold_the_diagonals(rng):
     """Nine numbers of four query tiles take 144 bytes; without these, 128."""
     chip = dataclasses.replace(CHIP, smem_capacity_bytes=2**11 + 140)
     case = StepCase(512, 512, group=2, batch=1, has_carry=True)
-    assert_true(rng, SimulatedTpu(Launch(chip, SMALL_BLOCKS, True)), case, jnp.float32)
+    assert_true(rng, Launch(chip, SMALL_BLOCKS, True), case, jnp.float32)
 
 
 @pytest.mark.thorough
@@ -236,7 +237,7 @@ def test_causal_gradients_are_exact_and_need_no_partial_tiles(
 
     monkeypatch.setattr(BackwardTile, "_add_partial", counted)
     case = StepCase(512, 512, group, kv_heads=2, batch=1, has_carry=True)
-    program = compiled(SimulatedTpu(Launch(chip, SMALL_BLOCKS, True)), case.scale)
+    program = compiled(Launch(chip, SMALL_BLOCKS, True), case.scale)
     step, index = case.draw(rng), np.arange(512, dtype=np.int32)[None]
     none, stripe = np.zeros_like(index), index // 128 * 128
     for k_start, k_end, has_partial in (

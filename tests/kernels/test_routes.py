@@ -14,7 +14,7 @@ from kernels import layouts, masks
 from kernels.backends import reference
 from kernels.backends.steps import PlainForward
 from kernels.one_device import attention
-from kernels.ring import comm, routes
+from kernels.ring import routes
 from kernels.ring.comm import Ring
 from kernels.ring.routes import (
     AllShards,
@@ -107,35 +107,13 @@ def test_every_route_matches_one_device(case, name, dtype, rng):
     assert_as_on_one_device(rng, case, reference, dtype, make)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "layout_name, name, most",
-    [
-        ("striped", "both", 5),
-        ("striped", "cycles", 2),
-        ("contiguous", "reads", 2),
-        ("contiguous", "counted", 2),
-        ("contiguous", "counted", 5),
-    ],
-)
-def test_rings_longer_than_they_are_unrolled_match_one_device(
-    layout_name, name, most, monkeypatch, rng
-):
-    """As many steps unrolled as in a run, and one left over; or all of them."""
-    monkeypatch.setattr(comm, "UNROLLED_STEPS", most)
-    case = Case(5, layout_name, "documents", 2, 93, 16, heads=8)
-    make = functools.partial(sharded_ring, route=routes_of(case)[name])  # not compiled
-    assert_as_on_one_device(rng, case, reference, make=make)
-
-
 def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
     """Numbers of a shard, (heads x slots), that go over each link in a forward pass."""
     loads: dict[tuple[int, int], int] = {}
-    for step in schedule.steps():
-        for number, pairs in step.sends.items():
-            chunk = schedule.chunks[number]
-            size = np.prod([end - begin for begin, end in (chunk.heads, chunk.slots)])
-            for pair in pairs:
+    for chunk in schedule.chunks:
+        size = np.prod([end - begin for begin, end in (chunk.heads, chunk.slots)])
+        for step in range(chunk.last):
+            for pair in chunk.order.pairs(chunk.shifts_after(step)):
                 loads[pair] = loads.get(pair, 0) + int(size)
     return loads
 
@@ -149,11 +127,10 @@ def test_every_piece_of_every_shard_visits_every_device_once(heads, cores):
         if heads % cores == 0:  # none of them leaves a core without a head
             assert all((end - begin) % cores == 0 for begin, end in schedule.heads)
         seen = np.zeros((7, 7, heads, 48), int)  # device, shard, head, slot
-        for step in schedule.steps():
-            for number, sources in step.attends.items():
-                chunk = schedule.chunks[number]
-                part = slice(*chunk.heads), slice(*chunk.slots)
-                for device, source in enumerate(sources):
+        for chunk in schedule.chunks:
+            part = slice(*chunk.heads), slice(*chunk.slots)
+            for step in range(chunk.first, chunk.last + 1):
+                for device, source in enumerate(chunk.order.owners(chunk.shifts(step))):
                     seen[device, source][part] += 1
         assert (seen == 1).all()
         used = {chunk.order for chunk in schedule.chunks}
@@ -317,7 +294,7 @@ class OwnForms:
         staticmethod(reference.backward),
     )
 
-    def forward_steps(self, q, k, visible, **scores):
+    def forward_steps(self, q, k, visible, scores):
         return OwnForm(reference, q, scores, k.shape[1])
 
 

@@ -14,7 +14,7 @@ from kernels.backends import reference
 from kernels.backends.tpu import query_tile
 from kernels.backends.tpu.softmax import SUM_LIMIT
 from kernels.merge import Partial
-from tests.simulated_tpu import SimulatedTpu
+from tests.simulated_tpu import SIMULATED_TPU
 from tests.steps import Step, StepCase, compiled, run_forward
 
 SCALE = 0.25
@@ -91,7 +91,7 @@ def run_and_count():
         jax.debug.callback(lambda: next(count))
         exact_tile(*operands)
 
-    run = program(SimulatedTpu())
+    run = program(SIMULATED_TPU)
 
     def run_and_count(step: Step) -> tuple[Partial, int]:
         before = next(count)
@@ -148,7 +148,7 @@ def test_capped_scores_that_rise_give_the_exact_softmax(rng):
     """From 0 to 180, and log2(e) times as much as exponents: tiles run again."""
     step = step_at_levels(rng, CASES["first ring step"], LEVELS["rising"])
     capped = functools.partial(program, soft_cap=200.0)
-    results = capped(SimulatedTpu())(step.astype(jnp.float32))
+    results = capped(SIMULATED_TPU)(step.astype(jnp.float32))
     assert_exact(results, step, capped(reference))
 
 
@@ -161,7 +161,7 @@ def test_rising_scores_overflow_where_no_limit_is_set(run_and_count, monkeypatch
     )
     expected, _ = run_and_count(ordinary)
     monkeypatch.setattr(query_tile, "SUM_LIMIT", math.inf)
-    run = program(SimulatedTpu())
+    run = program(SIMULATED_TPU)
     assert not any(np.isfinite(x).any() for x in run(rising))
     assert (errors(run(ordinary), expected) < 1e-6).all()
 

@@ -20,7 +20,6 @@ from kernels.precision import LOG2_E
 from tests.kernels.backend_suite import Refusal
 from tests.simulated_triton import (
     SMALL_BLOCKS,
-    SimulatedGpu,
     interpret,
     interpreted_call,
     pointer,
@@ -39,7 +38,7 @@ def results_mistaken(rng: np.random.Generator, **mistake: int) -> Partial:
     def call(*operands, sizes: Sizes, **options):
         return interpreted_call(*operands, sizes=replace(sizes, **mistake), **options)
 
-    backend = SimulatedGpu(Launch(80, SMALL_BLOCKS, call))
+    backend = Launch(80, SMALL_BLOCKS, call)
     q, k, v, *_ = ODD.draw(rng).astype(jnp.float32)
     bounds = jnp.zeros((1, 37), jnp.int32), jnp.full((1, 37), 37)
     return jax.block_until_ready(backend.forward(q, k, v, *bounds, scale=ODD.scale))
@@ -127,4 +126,4 @@ def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
 def test_without_jax_triton_it_is_not_implemented(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     refusal = Refusal(NotImplementedError, r"install 'annulus-attention\[triton\]'")
-    refusal.check(SimulatedGpu(Launch(90)))
+    refusal.check(Launch(90))

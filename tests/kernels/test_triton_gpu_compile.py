@@ -20,7 +20,6 @@ from kernels.backends.triton_gpu.launch import Launch
 from tests.cases import in_tiers
 from tests.cases.attention import covering
 from tests.ring_layers import compiled_gradients
-from tests.simulated_triton import SimulatedGpu
 from tests.steps import StepCase, run
 from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
 from tools.lib.compiled.pods import compile_for, gpu_devices
@@ -51,7 +50,7 @@ def resources(
 ) -> dict[str, Resources]:
     """What each kernel takes on a GPU of that capability."""
     compiler = TritonCompiler()
-    backend = SimulatedGpu(Launch(capability, blocks, compiler))
+    backend = Launch(capability, blocks, compiler)
     program = functools.partial(run, backend, 0.1, None, soft_cap=soft_cap)
     jax.eval_shape(program, case.abstract(dtype))
     assert tuple(name for name, _ in compiler.resources) == KERNELS

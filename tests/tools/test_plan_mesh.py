@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels import chips
-from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tile_layout import BlockSizes
 from kernels.chips import measured
 from kernels.cost.clock import PRODUCTS
 from kernels.cost.work import Row, Sequence

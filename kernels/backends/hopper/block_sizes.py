@@ -1,10 +1,9 @@
 """Block sizes of the Hopper kernels, by head size."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ..block_sizes import BlockSizes
 from .forward import smem_bytes
-from .shared import BLOCK_Q, SHARED_BYTES
+from .shared import SHARED_BYTES
 
 KEY_MULTIPLE = 64
 """Divisor of block_k of the forward kernel."""
@@ -54,19 +53,12 @@ BACKWARD_DQ = {
 """Likewise for the kernel of `backward_dq`."""
 
 
-def chosen_blocks(
-    blocks: HopperBlocks | None, d: int, sizes: BlockSizes | None
-) -> HopperBlocks:
-    """Returns blocks of `forward` for heads of d numbers, with other tiles if given.
+def checked_blocks(blocks: HopperBlocks, d: int) -> HopperBlocks:
+    """Returns blocks of `forward`, which must fit for heads of d numbers.
 
     Raises:
-      ValueError: the kernel has no tiles of that size, or they do not fit.
+      ValueError: they do not.
     """
-    blocks = blocks or FORWARD[d]
-    if sizes is not None:
-        if sizes.block_q != BLOCK_Q:
-            raise ValueError(f"block_q of hopper must be {BLOCK_Q}, got {sizes}")
-        blocks = replace(blocks, block_k=sizes.block_k)
     needed = smem_bytes(blocks.block_k, blocks.stages, d)
     if needed > SHARED_BYTES:
         raise ValueError(

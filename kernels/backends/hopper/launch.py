@@ -19,16 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...device import device_kind
 from ...masks import Visible
 from ...merge import Partial, added
-from ...precision import LOG2_E, exponent_factors, forward_factors
-from ..block_sizes import BlockSizes
-from ..steps import Rows
+from ...precision import LOG2_E, Scores, exponent_factors, forward_factors
+from ..steps import Kernels, Rows
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
 from . import backward_tile as dkv_kernel
 from . import forward as forward_kernel
 from .backward_tile import BackwardTile
-from .block_sizes import BACKWARD, BACKWARD_DQ, FORWARD, HopperBlocks, chosen_blocks
+from .block_sizes import BACKWARD, BACKWARD_DQ, FORWARD, HopperBlocks, checked_blocks
 from .emulation import EmulatedOps
 from .shared import BLOCK_Q, ROWS, NativeOps
 
@@ -43,25 +42,6 @@ FUSED = 64, 128
 
 BLOCK_K = 128
 """Multiple of the keys of each backward tile, as BLOCK_Q is of its queries."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Options of a launch.
-
-    blocks: block sizes of `forward`; the best for the head size unless given.
-    interpret: how Pallas interprets the kernels on a CPU, for tests; None compiles.
-    is_deterministic: whether `backward` sums dq in the same order each time, as it does
-      for heads of more than 128 numbers in any case. It takes two WGMMAs more a tile.
-    """
-
-    blocks: HopperBlocks | None = None
-    interpret: plgpu.InterpretGPUParams | None = None
-    is_deterministic: bool = False
-
-    @property
-    def ops(self) -> NativeOps:
-        return NativeOps() if self.interpret is None else EmulatedOps()
 
 
 Seen = tuple[jax.Array, ...]
@@ -200,80 +180,76 @@ class Backward:
         return dq, *added(dkv, (dk, dv))
 
 
-def forward_steps(
-    q: jax.Array,
-    k: jax.Array,
-    visible: Visible,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    launch: Launch = Launch(),
-) -> Forward:
-    """Pads queries, (B, L, H, D): see `backends.steps.forward_steps`.
+@dataclass(frozen=True)
+class Launch(Kernels):
+    """The backend, with the options of its kernels.
 
-    block_sizes: those of a tile; block_q is always 128. `launch.blocks` unless given.
-
-    Raises:
-      ValueError: a type that the kernels do not multiply, or tiles that do not fit.
-      NotImplementedError: a head that is too large, or there is no Hopper GPU to
-        compile for.
+    blocks: block sizes of `forward`; the best for the head size unless given.
+    interpret: how Pallas interprets the kernels on a CPU, for tests; None compiles.
+    is_deterministic: whether `backward` sums dq in the same order each time, as it does
+      for heads of more than 128 numbers in any case. It takes two WGMMAs more a tile.
     """
-    del k, visible
-    d = _checked_head_size(q, launch)
-    blocks = chosen_blocks(launch.blocks, d, block_sizes)
-    shape, (q, factor, tanh_scale) = q.shape, forward_factors(q, scale, soft_cap)
-    sizes = blocks.block_k, blocks.stages
-    tile = forward_kernel.ForwardTile(*sizes, factor, tanh_scale, launch.ops)
-    return Forward(tile, launch.interpret, shape, _padded(q, BLOCK_Q, d))
 
+    blocks: HopperBlocks | None = None
+    interpret: plgpu.InterpretGPUParams | None = None
+    is_deterministic: bool = False
 
-def backward_steps(
-    rows: Rows,
-    k: jax.Array,
-    visible: Visible,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    launch: Launch = Launch(),
-) -> Backward:
-    """Pads q, do, lse and delta: see `backends.steps.backward_steps`.
+    @property
+    def ops(self) -> NativeOps:
+        return NativeOps() if self.interpret is None else EmulatedOps()
 
-    block_sizes: no meaning here: registers leave no choice.
+    def forward_steps(
+        self, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
+    ) -> Forward:
+        """Pads queries, (B, L, H, D).
 
-    Raises:
-      ValueError: a type that the kernels do not multiply.
-      NotImplementedError: as `forward_steps`.
-    """
-    del visible, block_sizes
-    q, do, lse, delta = rows
-    d = _checked_head_size(q, launch)
-    names = "exponent_scale", "tanh_scale"
-    factors = exponent_factors(scale, soft_cap)
-    constants = dict(zip(names, factors, strict=True), ops=launch.ops)
-    query_tile = None
-    if d not in FUSED or launch.is_deterministic:
-        query_tile = dq_kernel.QueryTile(**BACKWARD_DQ[d], **constants)
-    key_tile = BackwardTile(d=d, **BACKWARD[d], **constants)
-    keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
-    if soft_cap is not None and keys == BLOCK_K:
-        keys += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
-    # Without the barrier XLA makes one fusion of delta's sum and what stacks it, in
-    # which a thread adds up a row. P of rows after the end is 0.
-    delta = _padded_rows(lax.optimization_barrier(delta))
-    lse = _padded_rows(_exponents(lse, soft_cap), jnp.inf)
-    return Backward(
-        key_tile=key_tile,
-        query_tile=query_tile,
-        interpret=launch.interpret,
-        shape=q.shape,
-        keys=keys,
-        q=_padded(q, BLOCK_Q, d),
-        do=_padded(do, BLOCK_Q, d),
-        rows=(lse, delta),
-        lse_delta=_stacked((lse, delta), key_tile.block_q),
-    )
+        Raises:
+          ValueError: a type that the kernels do not multiply, or blocks that do not
+            fit.
+          NotImplementedError: a head that is too large, or there is no Hopper GPU to
+            compile for.
+        """
+        del k, visible
+        d = _checked_head_size(q, self.interpret)
+        blocks = checked_blocks(self.blocks or FORWARD[d], d)
+        shape, (q, factor, tanh_scale) = q.shape, forward_factors(q, scores)
+        sizes = blocks.block_k, blocks.stages
+        tile = forward_kernel.ForwardTile(*sizes, factor, tanh_scale, self.ops)
+        return Forward(tile, self.interpret, shape, _padded(q, BLOCK_Q, d))
+
+    def backward_steps(
+        self, rows: Rows, k: jax.Array, visible: Visible, scores: Scores
+    ) -> Backward:
+        """Pads q, do, lse and delta; errors as of `forward_steps`."""
+        del visible
+        q, do, lse, delta = rows
+        d = _checked_head_size(q, self.interpret)
+        names = "exponent_scale", "tanh_scale"
+        constants = dict(
+            zip(names, exponent_factors(scores), strict=True), ops=self.ops
+        )
+        query_tile = None
+        if d not in FUSED or self.is_deterministic:
+            query_tile = dq_kernel.QueryTile(**BACKWARD_DQ[d], **constants)
+        key_tile = BackwardTile(d=d, **BACKWARD[d], **constants)
+        keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
+        if scores.soft_cap is not None and keys == BLOCK_K:
+            keys += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
+        # Without the barrier XLA makes one fusion of delta's sum and what stacks it, in
+        # which a thread adds up a row. P of rows after the end is 0.
+        delta = _padded_rows(lax.optimization_barrier(delta))
+        lse = _padded_rows(_exponents(lse, scores.soft_cap), jnp.inf)
+        return Backward(
+            key_tile=key_tile,
+            query_tile=query_tile,
+            interpret=self.interpret,
+            shape=q.shape,
+            keys=keys,
+            q=_padded(q, BLOCK_Q, d),
+            do=_padded(do, BLOCK_Q, d),
+            rows=(lse, delta),
+            lse_delta=_stacked((lse, delta), key_tile.block_q),
+        )
 
 
 def _exponents(lse: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -293,9 +269,9 @@ def _pairs(live: TileRanges, full: TileRanges) -> Iterator[jax.Array]:
         yield jnp.stack(pair, axis=-1)
 
 
-def _checked_head_size(q: jax.Array, launch: Launch) -> int:
+def _checked_head_size(q: jax.Array, interpret: plgpu.InterpretGPUParams | None) -> int:
     """Returns the head size, at least that of q, that there are kernels for."""
-    if launch.interpret is None and not HOPPER.match(device_kind()):
+    if interpret is None and not HOPPER.match(device_kind()):
         raise NotImplementedError(
             "hopper needs an H100 or H200 GPU, or a mesh that describes one, got "
             f"{device_kind()!r}: name another implementation, or none"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..block_sizes import BlockSizes
+from ..tile_layout import BlockSizes
 
 MIN_BLOCK_Q = 16
 """Sublanes of a packed 16-bit VMEM tile: a DMA cannot copy fewer rows."""
@@ -70,37 +70,24 @@ class TpuBlocks:
                 yield from ((heads, self.smaller(times)) for times in (1, 2, 4))
 
     def fit(
-        self,
-        length: int,
-        keys: int,
-        group: int,
-        units: tuple[int, int],
-        sizes: BlockSizes | None,
+        self, length: int, keys: int, group: int, units: tuple[int, int]
     ) -> tuple[BlockSizes, "TpuBlocks"]:
         """Returns the tile of a problem and blocks whose pieces divide it.
 
         length, keys: query rows and keys of the problem.
         group: query heads stacked in a tile.
         units: of which block_q, and stacked rows and keys, must be multiples.
-        sizes: the tile that the caller asks for, if any.
-
-        Raises:
-          ValueError: `sizes` do not fill vector registers.
         """
         # block_q must be a multiple of `unit`, so that group * block_q is one of lanes.
         unit, lanes = units
         unit = max(unit, lanes // math.gcd(group, lanes))
-        if sizes is None:
-            block_q = max(unit, self.stacked_rows // group // unit * unit)
-            sizes = BlockSizes(
-                min(block_q, -(-length // unit) * unit),
-                min(self.block_k, -(-keys // lanes) * lanes),
-            )
-        if sizes.block_q % unit or sizes.block_k % lanes:
-            raise ValueError(
-                f"{sizes} with {group} query heads a key/value head: on a TPU block_q "
-                f"must be a multiple of {unit} and block_k of {lanes}"
-            )
+        block_q = max(unit, self.stacked_rows // group // unit * unit)
+        sizes = BlockSizes(
+            min(block_q, -(-length // unit) * unit),
+            min(self.block_k, -(-keys // lanes) * lanes),
+        )
+        if sizes.block_k % lanes:
+            raise ValueError(f"block_k must be a multiple of {lanes}, got {self}")
         stacked, block_k = group * sizes.block_q, sizes.block_k
         return sizes, replace(
             self,

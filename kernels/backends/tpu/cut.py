@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ..block_sizes import BlockSizes
-from ..tile_layout import Tiling
+from ..tile_layout import BlockSizes, Tiling
 from .block_sizes import MIN_BLOCK_Q, TpuBlocks
 from .orientation import UPRIGHT, Orientation
 from .vector import LANES
@@ -70,33 +69,29 @@ def choose_cut(
     k: jax.Array,
     held_bytes: Callable[[Cut], int],
     blocks: TpuBlocks | None = None,
-    sizes: BlockSizes | None = None,
 ) -> Cut:
-    """Returns what is asked for, or the table's blocks, made smaller until they fit.
+    """Returns given blocks, or the table's, made smaller until they fit.
 
     Where all query heads of a key/value head are too many to stack, fewer are.
 
     held_bytes: VMEM that a program takes.
-    blocks, sizes: what is asked for, if anything.
 
     Raises:
-      ValueError: what is asked for does not fit.
+      ValueError: the given blocks do not fit.
       NotImplementedError: nothing does.
     """
     group, limit = q.shape[2] // k.shape[2], vmem_limit(chip)
     depth = -(-q.shape[-1] // LANES) * LANES
-    is_free = blocks is None and sizes is None
+    is_free = blocks is None
     blocks = blocks or _table_blocks(table, chip, q)
     choices = blocks.ever_smaller(group) if is_free else [(group, blocks)]
     for number, (heads, blocks) in enumerate(choices):
         # A head's rows must be whole lanes where they lie along the lanes.
         can_swap = q.shape[1] >= LANES and heads * LANES <= blocks.stacked_rows
-        if sizes:
-            can_swap = sizes.block_q % LANES == 0
         orientation = Orientation.of(chip, depth) if can_swap else UPRIGHT
         unit = LANES if orientation.axis else MIN_BLOCK_Q
         lengths = q.shape[1], k.shape[1]
-        tile, fitted = blocks.fit(*lengths, heads, (unit, row_lanes(chip)), sizes)
+        tile, fitted = blocks.fit(*lengths, heads, (unit, row_lanes(chip)))
         cut = Cut(heads, group // heads, tile, fitted, orientation)
         held = held_bytes(cut)
         # The compiler takes some VMEM for itself, more for wide types; smaller tiles
@@ -114,7 +109,7 @@ def choose_cut(
             f"the smallest tiles of heads of {q.shape[-1]} numbers in {q.dtype} take "
             f"too much: {memory}; use smaller heads, or implementation='blockwise'"
         )
-    raise ValueError(f"tiles that take {memory}: make block_q or block_k smaller")
+    raise ValueError(f"tiles that take {memory}: make {blocks} smaller")
 
 
 def _table_blocks(

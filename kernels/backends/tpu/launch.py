@@ -14,10 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...masks import Visible
 from ...merge import Partial, added
-from ...precision import LOG2_E
-from ..block_sizes import BlockSizes
-from ..steps import PlainForm, Rows
-from ..tile_ranges import TileRanges, key_ranges, query_ranges
+from ...precision import LOG2_E, Scores
+from ..steps import Kernels, PlainForm, Rows
 from . import backward as backward_kernel
 from . import forward as forward_kernel
 from .block_sizes import (
@@ -35,20 +33,6 @@ from .tile_config import SoftCap
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Chip, blocks and interpreter of a kernel.
-
-    chip: the TPU that it is compiled for; the one of this program unless given.
-    blocks: block sizes; the best ones known for the chip unless given.
-    interpret: whether (or how) Pallas interprets the kernel on any device, for tests.
-    """
-
-    chip: pltpu.TpuInfo | None = None
-    blocks: TpuBlocks | None = None
-    interpret: bool | pltpu.InterpretParams = False
-
-
-@dataclass(frozen=True)
 class Forward:
     """`backends.steps.ForwardSteps` of queries.
 
@@ -60,12 +44,7 @@ class Forward:
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
         """Finds the live tiles of query tiles."""
-        tiling = self.setup.tiling
-
-        def ranges(k_start: jax.Array, k_end: jax.Array) -> TileRanges:
-            return key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
-
-        return self.setup.prepare(ranges, k_start, k_end)
+        return self.setup.prepare(self.setup.key_ranges, k_start, k_end)
 
     def begin(self, partial: Partial) -> Carry:
         """Lays out a partial result as the kernel reads it."""
@@ -127,13 +106,7 @@ class Backward(PlainForm):
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
         """Finds the live tiles of key tiles."""
-        tiling = self.setup.tiling
-
-        def ranges(k_start: jax.Array, k_end: jax.Array) -> TileRanges:
-            blocks = tiling.block_q, tiling.block_k, tiling.keys
-            return query_ranges(k_start, k_end, *blocks)
-
-        return self.setup.prepare(ranges, k_start, k_end)
+        return self.setup.prepare(self.setup.query_ranges, k_start, k_end)
 
     def add(
         self,
@@ -166,75 +139,73 @@ class Backward(PlainForm):
         return dq, *added(dkv, (dk, dv))
 
 
-def forward_steps(
-    q: jax.Array,
-    k: jax.Array,
-    visible: Visible,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    launch: Launch = Launch(),
-) -> Forward:
-    """Cuts and lays out queries, (B, T, H, D): see `backends.steps.forward_steps`.
+@dataclass(frozen=True)
+class Launch(Kernels):
+    """The backend, with the chip, blocks and interpreter of its kernels.
 
-    block_sizes: of a tile; `launch.blocks` unless given.
-
-    Raises:
-      ValueError: a type that TPUs do not multiply, or tiles that do not fit the chip.
-      NotImplementedError: there is no TPU to compile for, or it has too little memory
-        for any tiles, or for the bounds of all of them; or a soft cap out of range.
+    chip: the TPU that it is compiled for; the one of this program unless given.
+    blocks: block sizes; the best ones known for the chip unless given.
+    interpret: whether (or how) Pallas interprets the kernel on any device, for tests.
     """
-    chip, cap = _checked(launch.chip, q.dtype, soft_cap)
-    cut = cut_forward(chip, q, k, launch.blocks, block_sizes, is_capped=bool(cap))
-    setup = Setup.of(chip, cut, (q, k, visible.k_start), (scale, cap), launch.interpret)
-    return Forward(setup, setup.queries(q))
 
+    chip: pltpu.TpuInfo | None = None
+    blocks: TpuBlocks | None = None
+    interpret: bool | pltpu.InterpretParams = False
 
-def backward_steps(
-    rows: Rows,
-    k: jax.Array,
-    visible: Visible,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    launch: Launch = Launch(),
-) -> Backward:
-    """Cuts and lays out q, do, lse and delta: see `backends.steps.backward_steps`."""
-    q, do, lse, delta = rows
-    chip, cap = _checked(launch.chip, q.dtype, soft_cap)
-    wanted = launch.blocks, block_sizes
-    cut, is_dq_resident = cut_backward(chip, q, k, *wanted, is_capped=bool(cap))
-    setup = Setup.of(chip, cut, (q, k, visible.k_start), (scale, cap), launch.interpret)
-    # Less the offset, P comes out times 2**offset. Of rows without keys it is 0.
-    lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - setup.offset)
-    lse, delta = map(setup.tiling.split_rows, (lse, delta))  # [M, X, query tiles, R]
-    return Backward(
-        setup=setup,
-        q=setup.queries(q),
-        do=setup.queries(do),
-        lse_delta=jnp.stack((lse, delta), 3),
-        is_dq_resident=is_dq_resident,
-    )
+    def forward_steps(
+        self, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
+    ) -> Forward:
+        """Cuts and lays out queries, (B, T, H, D).
 
+        Raises:
+          ValueError: a type that TPUs do not multiply, or blocks that do not fit.
+          NotImplementedError: there is no TPU to compile for, or it has too little
+            memory for any tiles, or for the bounds of all of them; or a soft cap out of
+            range.
+        """
+        chip, cap = self._checked(q.dtype, scores.soft_cap)
+        cut = cut_forward(chip, q, k, self.blocks, is_capped=bool(cap))
+        problem = (q, k, visible.k_start), (scores.scale, cap)
+        setup = Setup.of(chip, cut, *problem, self.interpret)
+        return Forward(setup, setup.queries(q))
 
-def _checked(
-    chip: pltpu.TpuInfo | None, dtype: jnp.dtype, soft_cap: float | None
-) -> tuple[pltpu.TpuInfo, SoftCap | None]:
-    """Returns the chip that is compiled for, and the soft cap on it."""
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(
-            f"pallas_tpu computes in bfloat16 or float32, got {dtype}: cast q, k and v"
+    def backward_steps(
+        self, rows: Rows, k: jax.Array, visible: Visible, scores: Scores
+    ) -> Backward:
+        """Cuts and lays out q, do, lse and delta; errors as of `forward_steps`."""
+        q, do, lse, delta = rows
+        chip, cap = self._checked(q.dtype, scores.soft_cap)
+        cut, is_dq_resident = cut_backward(chip, q, k, self.blocks, bool(cap))
+        problem = (q, k, visible.k_start), (scores.scale, cap)
+        setup = Setup.of(chip, cut, *problem, self.interpret)
+        # Less the offset, P comes out times 2**offset. Of rows without keys it is 0.
+        lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - setup.offset)
+        lse, delta = map(setup.tiling.split_rows, (lse, delta))  # [M, X, tiles, R]
+        return Backward(
+            setup=setup,
+            q=setup.queries(q),
+            do=setup.queries(do),
+            lse_delta=jnp.stack((lse, delta), 3),
+            is_dq_resident=is_dq_resident,
         )
-    try:
-        chip = chip or pltpu.get_tpu_info()
-    except ValueError as error:
-        raise NotImplementedError(
-            "pallas_tpu needs a TPU, or a mesh that describes one: name another "
-            "implementation, or none"
-        ) from error
-    return chip, None if soft_cap is None else SoftCap.of(soft_cap, chip, dtype)
+
+    def _checked(
+        self, dtype: jnp.dtype, soft_cap: float | None
+    ) -> tuple[pltpu.TpuInfo, SoftCap | None]:
+        """Returns the chip that is compiled for, and the soft cap on it."""
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            raise ValueError(
+                f"pallas_tpu computes in bfloat16 or float32, got {dtype}: cast q, k "
+                "and v"
+            )
+        try:
+            chip = self.chip or pltpu.get_tpu_info()
+        except ValueError as error:
+            raise NotImplementedError(
+                "pallas_tpu needs a TPU, or a mesh that describes one: name another "
+                "implementation, or none"
+            ) from error
+        return chip, None if soft_cap is None else SoftCap.of(soft_cap, chip, dtype)
 
 
 def cut_forward(
@@ -242,17 +213,16 @@ def cut_forward(
     q: jax.Array,
     k: jax.Array,
     blocks: TpuBlocks | None = None,
-    sizes: BlockSizes | None = None,
     is_capped: bool = False,
 ) -> Cut:
-    """Chooses the forward kernel's blocks; blocks, sizes, errors: as `choose_cut`."""
+    """Chooses the forward kernel's blocks; blocks, errors: as `choose_cut`."""
     row = row_of(q, chip)
 
     def held_bytes(cut: Cut) -> int:
         return forward_kernel.held_bytes(cut, row)
 
     table = TPU_FORWARD_CAPPED if is_capped else TPU_FORWARD
-    return choose_cut(table, chip, q, k, held_bytes, blocks, sizes)
+    return choose_cut(table, chip, q, k, held_bytes, blocks)
 
 
 def cut_backward(
@@ -260,7 +230,6 @@ def cut_backward(
     q: jax.Array,
     k: jax.Array,
     blocks: TpuBlocks | None = None,
-    sizes: BlockSizes | None = None,
     is_capped: bool = False,
 ) -> tuple[Cut, bool]:
     """Chooses the backward kernel's blocks, and whether dq of a head stays in VMEM."""
@@ -274,5 +243,5 @@ def cut_backward(
         return memory(cut).held
 
     table = TPU_BACKWARD_CAPPED if is_capped else TPU_BACKWARD
-    cut = choose_cut(table, chip, q, k, held_bytes, blocks, sizes)
+    cut = choose_cut(table, chip, q, k, held_bytes, blocks)
     return cut, memory(cut).is_dq_resident

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import LOG2_E
 from ..tile_layout import Tiling
-from ..tile_ranges import TileRanges, key_ranges
+from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from .bounds import TileNumbers
 from .cut import Cut, row_lanes, vmem_limit
 from .diagonal import Diagonals
@@ -87,12 +87,17 @@ class Setup(NamedTuple):
         x = self.cut.repeat_heads(x.astype(self.row.dtype))
         return self.tiling.split_keys(self.pad_lanes(x))
 
-    def prepare(self, ranges: Ranges, k_start: jax.Array, k_end: jax.Array) -> Seen:
-        """Finds what the kernels read of bounds (M, T).
+    def key_ranges(self, k_start: jax.Array, k_end: jax.Array) -> TileRanges:
+        """Returns the live key tiles of each query tile."""
+        return key_ranges(k_start, k_end, self.tiling.block_q, self.tiling.block_k)
 
-        Raises:
-          NotImplementedError: the compiler would not find room.
-        """
+    def query_ranges(self, k_start: jax.Array, k_end: jax.Array) -> TileRanges:
+        """Returns the live query tiles of each key tile."""
+        blocks = self.tiling.block_q, self.tiling.block_k, self.tiling.keys
+        return query_ranges(k_start, k_end, *blocks)
+
+    def prepare(self, ranges: Ranges, k_start: jax.Array, k_end: jax.Array) -> Seen:
+        """Finds what the kernels read of bounds (M, T), if the chip has room for it."""
         k_start, k_end = self._pad_rows(k_start), self._pad_rows(k_end)
         tiling, split = self.tiling, self.tiling.split_bounds
         rows = tiling.bound_rows, tiling.query_tiles, -1, self.cut.blocks.exact_rows
@@ -139,7 +144,7 @@ class Setup(NamedTuple):
         numbers = 5 + 2 * blocks.stacked_rows // blocks.exact_rows
         if 4 * numbers * tiles > self._smem_bytes:
             return None
-        ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
+        ranges = self.key_ranges(k_start, k_end)
         shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
         diagonals = Diagonals.of(blocks, tiling.block_q, has_all=True)
         return diagonals.first_ends(

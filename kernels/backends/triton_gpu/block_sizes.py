@@ -1,11 +1,9 @@
 """Block sizes of the Triton kernels, and the choices for each kind of GPU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-
-from ..block_sizes import BlockSizes
 
 
 @dataclass(frozen=True)
@@ -33,16 +31,6 @@ class TritonBlocks:
             raise ValueError(
                 f"warps must be a power of 2 up to 32, stages at least 1, got {self}"
             )
-
-    def with_tiles(self, sizes: BlockSizes | None) -> "TritonBlocks":
-        """Returns these with other tiles, if any are given.
-
-        Raises:
-          ValueError: tiles that Triton does not have.
-        """
-        if sizes is None:
-            return self
-        return replace(self, block_q=sizes.block_q, block_k=sizes.block_k)
 
 
 @dataclass(frozen=True)

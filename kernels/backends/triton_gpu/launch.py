@@ -8,7 +8,7 @@ first run.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,8 @@ from jax.experimental.pallas import triton as pltriton
 
 from ...masks import Visible
 from ...merge import Partial, added
-from ...precision import exponent_factors, forward_factors
+from ...precision import Scores, exponent_factors, forward_factors
 from .. import steps
-from ..block_sizes import BlockSizes
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from .block_sizes import KernelBlocks, TritonBlocks, chosen_blocks, padded_depth
 
@@ -106,11 +105,7 @@ def triton_call(
     blocks: TritonBlocks,
     capability: int,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel of that name in `kernels`, compiled for a capability.
-
-    Raises:
-      NotImplementedError: jax-triton is not installed.
-    """
+    """Runs the kernel of that name in `kernels`, compiled for a capability."""
     try:
         import jax_triton
 
@@ -133,21 +128,6 @@ def triton_call(
             compute_capability=capability,
             sizes=sizes,
         )
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Device, block sizes and runner of the kernels.
-
-    capability: compute capability to compile for, 80 for 8.0; by default that of this
-      program's GPU, or of the abstract one in the mesh.
-    blocks: block sizes; by default the choice for the chip.
-    call: runs a kernel, as `triton_call` does; tests interpret it on a CPU.
-    """
-
-    capability: int | None = None
-    blocks: KernelBlocks | None = None
-    call: Callable = triton_call
 
 
 @dataclass(frozen=True)
@@ -248,66 +228,54 @@ class Backward(steps.PlainForm):
         return dq, *added(dkv, (dk, dv))
 
 
-def forward_steps(
-    q: jax.Array,
-    k: jax.Array,
-    visible: Visible,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    launch: Launch = Launch(),
-) -> Forward:
-    """Lays out queries, (B, T, H, D): see `backends.steps.forward_steps`.
+@dataclass(frozen=True)
+class Launch(steps.Kernels):
+    """The backend, with the device, block sizes and runner of its kernels.
 
-    block_sizes: of a tile; by default those of `launch.blocks`.
-
-    Raises:
-      ValueError: a type that the kernels do not compute in, or tiles that Triton does
-        not have.
-      NotImplementedError: a head that is too large, no GPU to compile for, or no
-        jax-triton.
+    capability: compute capability to compile for, 80 for 8.0; by default that of this
+      program's GPU, or of the abstract one in the mesh.
+    blocks: block sizes; by default the choice for the chip.
+    call: runs a kernel, as `triton_call` does; tests interpret it on a CPU.
     """
-    q, *scales = forward_factors(q, scale, soft_cap)
-    problem = q, k, visible, tuple(scales)
-    (kernel,) = _kernels(launch, ("forward",), problem, block_sizes)
-    return Forward(kernel, *_widened(q))
 
+    capability: int | None = None
+    blocks: KernelBlocks | None = None
+    call: Callable = triton_call
 
-def backward_steps(
-    rows: steps.Rows,
-    k: jax.Array,
-    visible: Visible,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    block_sizes: BlockSizes | None = None,
-    launch: Launch = Launch(),
-) -> Backward:
-    """Lays out q, do, lse and delta; block_sizes, errors: as in `forward_steps`."""
-    q, do, lse, delta = rows
-    problem = q, k, visible, exponent_factors(scale, soft_cap)
-    names = "backward_dkv", "backward_dq"
-    kernels = _kernels(launch, names, problem, block_sizes)
-    return Backward(*kernels, *_widened(q, do), (lse, delta))
+    def forward_steps(
+        self, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
+    ) -> Forward:
+        """Lays out queries, (B, T, H, D).
 
+        Raises:
+          ValueError: a type that the kernels do not compute in.
+          NotImplementedError: a head that is too large, no GPU to compile for, or no
+            jax-triton.
+        """
+        q, *factors = forward_factors(q, scores)
+        kernel = self._kernel("forward", (q, k, visible), factors)
+        return Forward(kernel, *_widened(q))
 
-def _kernels(
-    launch: Launch,
-    names: tuple[str, ...],
-    problem: tuple[jax.Array, jax.Array, Visible, tuple[float, float | None]],
-    block_sizes: BlockSizes | None,
-) -> list[Kernel]:
-    """Returns kernels for a problem.
+    def backward_steps(
+        self, rows: steps.Rows, k: jax.Array, visible: Visible, scores: Scores
+    ) -> Backward:
+        """Lays out q, do, lse and delta; errors as of `forward_steps`."""
+        q, do, lse, delta = rows
+        problem = (q, k, visible), exponent_factors(scores)
+        kernels = (self._kernel(f"backward_{x}", *problem) for x in ("dkv", "dq"))
+        return Backward(*kernels, *_widened(q, do), (lse, delta))
 
-    problem: q, k, their bounds, and the factors of `exponent_factors`.
-    """
-    q, k, visible, (scale_log2, tanh_scale) = problem
-    capability = _checked_capability(launch.capability, q)
-    chosen = launch.blocks or chosen_blocks(capability, q, tanh_scale is not None)
-    kernels = []
-    for name in names:
-        blocks = getattr(chosen, name).with_tiles(block_sizes)
+    def _kernel(
+        self,
+        name: str,
+        operands: tuple[jax.Array, jax.Array, Visible],
+        factors: Sequence[float | None],
+    ) -> Kernel:
+        """Returns a kernel for q, k and bounds. factors: of `exponent_factors`."""
+        (q, k, visible), (scale_log2, tanh_scale) = operands, factors
+        capability = _checked_capability(self.capability, q)
+        chosen = self.blocks or chosen_blocks(capability, q, tanh_scale is not None)
+        blocks = getattr(chosen, name)
         sizes = Sizes(
             queries=q.shape[1],
             keys=k.shape[1],
@@ -321,17 +289,11 @@ def _kernels(
             block_k=blocks.block_k,
         )
         options = {"blocks": blocks, "capability": capability}
-        call = functools.partial(launch.call, name, **options)
-        kernels.append(Kernel(sizes, call))
-    return kernels
+        return Kernel(sizes, functools.partial(self.call, name, **options))
 
 
 def _checked_capability(capability: int | None, q: jax.Array) -> int:
-    """Returns the capability to compile for; refuses what has no kernel.
-
-    Raises:
-      ValueError, NotImplementedError: as `forward`.
-    """
+    """Returns the capability to compile for; refuses what has no kernel."""
     if q.dtype not in TYPES:
         raise ValueError(
             "for triton, q.dtype must be bfloat16, float16 or float32, got "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import attention_with_lse, masks
-from kernels.backends.block_sizes import BlockSizes
+from kernels.backends.tile_layout import BlockSizes
 from kernels.backends.tile_ranges import key_ranges
 from kernels.layouts import Layout, permute
 from kernels.masks import Visible

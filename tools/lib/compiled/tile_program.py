@@ -23,11 +23,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kernels.backends.block_sizes import BlockSizes
-from kernels.backends.steps import Launched
 from kernels.backends.tpu import launch
-from kernels.backends.tpu.block_sizes import TpuBlocks
+from kernels.backends.tpu.block_sizes import (
+    TPU_BACKWARD,
+    TPU_BACKWARD_CAPPED,
+    TPU_FORWARD,
+    TPU_FORWARD_CAPPED,
+    TpuBlocks,
+)
 from tools.lib.compiled.pods import compile_for, tpu_devices
+
+TABLES = {
+    "forward": (TPU_FORWARD, TPU_FORWARD_CAPPED),
+    "backward": (TPU_BACKWARD, TPU_BACKWARD_CAPPED),
+}
+"""Blocks by chip, without and with a soft cap."""
 
 KV_HEADS = 2
 """One for each core of a megacore."""
@@ -85,13 +95,12 @@ def make_program(
     bound = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     row = jax.ShapeDtypeStruct((1, heads, tokens), jnp.float32)
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    sizes = BlockSizes(tile.block_q // tile.group, tile.block_k)
-    options = {
-        "scale": tile.head_dim**-0.5,
-        "soft_cap": tile.soft_cap,
-        "block_sizes": None if blocks else sizes,
-    }
-    backend = Launched(launch.Launch(blocks=blocks), launch)
+    options = {"scale": tile.head_dim**-0.5, "soft_cap": tile.soft_cap}
+    if blocks is None:
+        table = TABLES[tile.direction][tile.soft_cap is not None][tile.chip]
+        size = {"stacked_rows": tile.block_q, "block_k": tile.block_k}
+        blocks = dataclasses.replace(table, **size)
+    backend = launch.Launch(blocks=blocks)
     if tile.direction == "forward":
         return partial(backend.forward, **options), (q, k, k, bound, bound)
 
