@@ -51,8 +51,8 @@ rehearsal*)
     ;;
 gpu)
     platform=cuda
-    tests=(-n 14 -k "not pallas_tpu and not over_a_mesh" tests/kernels/test_gpu_ring.py
-        tests/kernels/test_attention.py)
+    tests=(-n 14 -k "(gpu_kernels or test_attention) and not pallas_tpu and not over_a_mesh"
+        tests/kernels/test_ring.py tests/kernels/test_attention.py)
     kernels=(--lengths 8192 16384 32768 --repeats 3 --contestants hopper triton cudnn)
     sizes=(--lengths 16384 --head-dims 64 128 256 --masks causal full
         --dtypes bfloat16 float16 --repeats 3

@@ -17,32 +17,26 @@ from kernels import masks
 from kernels.backends import blockwise, reference
 from kernels.one_device import attention_with_lse
 from kernels.ring import attend as ring
-from kernels.ring import backward as ring_backward
 from kernels.ring import comm as ring_comm
-from kernels.ring import routes
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
-    FLOAT32_TOLERANCE,
-    GRID,
     LAYOUTS,
-    MASKS,
     Case,
     Problem,
     solve,
 )
-from tests.cases.unions import UNIONS, shown
 from tests.rings import (
     Make,
     assert_as_on_one_device,
-    compiled_ring,
     one_device_ring,
     sharded_ring,
     solve_on_ring,
 )
 from tests.simulated import BACKENDS
+from tests.simulated_triton import LARGE_BLOCKS, SIMULATED_GPU
 
 
 @functools.cache  # so that equal rings are compiled once
@@ -50,8 +44,17 @@ def ring_of(keep_tail: bool) -> Make:
     return functools.partial(sharded_ring, keep_tail=keep_tail)
 
 
-GPU_KERNELS = "hopper", "hopper_deterministic", "triton"
-"""Their rings are in `test_gpu_ring`."""
+GPU_KERNELS = {
+    "triton": (
+        Case(2, "zigzag", "none", 4, 31, 100, "sinks-cap"),
+        Case(3, "zigzag", "documents", 8, 31, 64, "cap"),
+        Case(2, "striped4", "documents", 1, 1, 64, "sinks"),
+    ),
+    "hopper": (Case(2, "zigzag", "none", 4, 31, 100, "sinks-cap", heads=4),),
+    "hopper_deterministic": (),
+}
+"""Cases that are no slow tests where kernels are interpreted: a step takes a second."""
+TYPES = {"triton": jnp.float32, "hopper": jnp.bfloat16}
 
 
 def covering_cases():
@@ -83,6 +86,14 @@ def covering_cases():
     yield pytest.param(case, "blockwise", False, id=f"{case.name}-blockwise")
 
 
+def gpu_cases():
+    """Each case for each kind of GPU kernels."""
+    slow = pytest.mark.slow, pytest.mark.timeout(3600)
+    for (name, quick), case in itertools.product(GPU_KERNELS.items(), COVERING):
+        marks = () if case in quick or jax.default_backend() == "gpu" else slow
+        yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
+
+
 def halves_of(case: Case) -> int:
     """Slots of the first half of a shard, if the sequence begins with them."""
     order = LAYOUTS[case.layout], case.ring_size
@@ -100,29 +111,15 @@ def test_ring_in_float32_matches_one_device_in_float64(
     assert_as_on_one_device(rng, case, backend, make=ring_of(keep_tail))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("group", GRID["group"])
-@pytest.mark.parametrize("length", GRID["length"])
-@pytest.mark.parametrize("head_dim", GRID["head_dim"])
-@pytest.mark.parametrize("extras", GRID["extras"])
-def test_every_ring_matches_one_device_in_float64(group, length, head_dim, extras, rng):
-    """Runs the whole product of the grid: each mask solved once for all rings."""
-    for mask in MASKS:
-        heads = 2 if group == 1 else 8
-        problem_case = Case(
-            1, "contiguous", mask, group, length, head_dim, extras, heads
-        )
-        problem = Problem.of(rng, problem_case)
-        truth = solve(problem, jnp.float64)
-        for ring_size, name in itertools.product(GRID["ring_size"], LAYOUTS):
-            case = dataclasses.replace(problem_case, ring_size=ring_size, layout=name)
-            answer = solve_on_ring(case, problem, blockwise, jnp.float32)
-            errors = answer.errors(truth)
-            assert max(errors.values()) <= FLOAT32_TOLERANCE, (case.name, errors)
-    # Hundreds of programs in one process end in a segmentation fault of XLA's.
-    compiled_ring.cache_clear()
-    jax.clear_caches()
+@pytest.mark.thorough
+@pytest.mark.usefixtures("steps_in_a_loop")
+@pytest.mark.parametrize("case, implementation", list(gpu_cases()))
+def test_ring_of_gpu_kernels_is_as_exact_as_one_device(case, implementation, rng):
+    """The steps of all devices on one, which interprets the kernels if it has none."""
+    backend, dtype = BACKENDS[implementation], TYPES.get(implementation, jnp.float16)
+    if backend is SIMULATED_GPU and case.length > 1000:
+        backend = dataclasses.replace(backend, blocks=LARGE_BLOCKS)
+    assert_as_on_one_device(rng, case, backend, dtype, one_device_ring)
 
 
 @pytest.mark.thorough
@@ -242,66 +239,21 @@ def test_heads_are_padded_where_they_travel_between_tpus(
 def as_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes rings that are traced from now on take a TPU's order."""
     monkeypatch.setattr(ring_comm, "is_tpu", lambda: True)
-    for module in ring_comm, ring_backward:
+    for module in ring_comm, ring:
         monkeypatch.setattr(module, "is_cpu", lambda: False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "layout_name, ring_size, route",
+    "case",
     [
-        ("contiguous", 4, routes.Counted(both_ways=True)),
-        ("striped", 3, routes.AllShards(routes.both_ways(3))),
-        ("zigzag", 2, routes.ONE_WAY),
+        # Halves of the queries end within a tile.
+        Case(2, "striped", "documents", 2, 997, 100, heads=2),
+        Case(2, "zigzag", "shared_prefix", 2, 96, 8, heads=4),
     ],
 )
-def test_queries_attend_to_each_of_their_intervals(
-    layout_name, ring_size, route, monkeypatch, rng
-):
-    """An answer sees its prompt, and itself; float64 knows nothing of intervals.
-
-    In zigzag as on a TPU, which puts off half of the own queries.
-    """
-    if layout_name == "zigzag":
-        as_on_a_tpu(monkeypatch)
-    length, heads, depth = 96, 4, 8
-    bounds = UNIONS["shared_prefix"](length, length)(np.arange(length), length)
-    is_seen = shown("shared_prefix", length)
-    q, do = rng.standard_normal((2, 1, length, heads, depth))
-    k, v = rng.standard_normal((2, 1, length, heads // 2, depth))
-    d_lse = rng.standard_normal((1, heads, length))
-
-    def dense(q, k, v):
-        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * depth**-0.5
-        s = jnp.where(is_seen, s, -jnp.inf)
-        p = jax.nn.softmax(s)
-        out = jnp.einsum("bhqk,bkhd->bqhd", p, v)
-        return out, jax.nn.logsumexp(s, axis=-1)
-
-    with jax.enable_x64(True):
-        results, pull = jax.vjp(dense, q, k, v)
-        truth = [*results, *pull((jnp.asarray(do), jnp.asarray(d_lse)))]
-
-    order = LAYOUTS[layout_name], ring_size
-    operands = [
-        layout.permute(np.float32(x), *order, axis=axis)
-        for x, axis in zip((q, k, v, do, d_lse), (1, 1, 1, 1, 2), strict=True)
-    ]
-    intervals = [layout.permute(np.int32(x), *order, axis=2) for x in bounds]
-    make = functools.partial(sharded_ring, route=route)
-    run = jax.jit(make(ring_size, layout_name, blockwise))
-    *found, _ = run(*operands, *intervals, None)
-    for x, y, axis in zip(found, truth, (1, 2, 1, 1, 1), strict=True):
-        np.testing.assert_allclose(
-            layout.unpermute(np.asarray(x), *order, axis), y, rtol=1e-4, atol=1e-5
-        )
-
-
-@pytest.mark.thorough
-def test_rings_as_on_a_tpu_match_one_device(monkeypatch, rng):
+def test_rings_as_on_a_tpu_match_one_device(case, monkeypatch, rng):
     """Operands in whole lanes, heads first; half of the own queries after the ring."""
     as_on_a_tpu(monkeypatch)
-    # Halves of the queries end within a tile.
-    case = Case(2, "striped", "documents", 2, 997, 100, heads=2)
     make = functools.partial(sharded_ring)  # not yet compiled
     assert_as_on_one_device(rng, case, blockwise, make=make)

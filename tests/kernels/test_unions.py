@@ -54,7 +54,7 @@ def cases():
         yield pytest.param(case, implementation, dtype, options)
 
 
-@pytest.mark.thorough(quick=2)
+@pytest.mark.thorough(quick=4)
 @pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, implementation, dtype, options", list(cases()))
 def test_ring_of_intervals_matches_one_device_in_float64(
