@@ -55,7 +55,8 @@ def disjoint_cycles(devices: np.ndarray, axis: int) -> tuple[Walk, ...]:
     numbers = np.empty(len(first), int)
     numbers[np.ravel_multi_index(first.T, shape)] = range(len(first))
     cycles = cycles_of_torus(tuple(shape[side] for side in sides))
-    return tuple(_from_0(numbers[list(cycle)].tolist()) for cycle in cycles) or alone
+    walks = (numbers[list(cycle)] for cycle in cycles)
+    return tuple(tuple(np.roll(x, -x.argmin()).tolist()) for x in walks) or alone
 
 
 def _closed_sides(devices: Sequence[jax.Device], line: Sequence[jax.Device]) -> Shape:
@@ -73,93 +74,60 @@ def _closed_sides(devices: Sequence[jax.Device], line: Sequence[jax.Device]) -> 
     return *(n * is_closed for n, is_closed in zip(lengths, closed, strict=True)), 0
 
 
-def _from_0(walk: list[int]) -> Walk:
-    start = walk.index(0)
-    return *walk[start:], *walk[:start]
-
-
 @functools.cache
 def cycles_of_torus(shape: Shape) -> tuple[Walk, ...]:
     """Returns as many disjoint Hamiltonian cycles of a torus as it has axes.
 
+    At first a way is all links along an axis: as many cycles as there are lines. Of a
+    square whose opposite sides belong to one way, and the others to another, both are
+    exchanged if that joins two cycles of one way: it may at most cut one of the other.
+
     shape: chips along each axis, at least 3. Chips are numbered as in an array of that
       shape; () if no cycles are found.
     """
-    ways = _Ways(shape)
-    for number in range(MOST_ROUNDS):
-        cycles = [ways.cycles(way) for way in ways.axes]
-        if all(len(found) == 1 for found in cycles):
-            return tuple(tuple(found[0]) for found in cycles)
-        ways.join(only_both=number == 0)
-    return ()
+    chips, axes = np.arange(math.prod(shape)).reshape(shape), range(len(shape))
+    after = [np.roll(chips, -1, axis).ravel().tolist() for axis in axes]
+    before = [np.roll(chips, 1, axis).ravel().tolist() for axis in axes]
+    # By axis and chip, the way that has the link from there to the next.
+    ways = [[axis] * chips.size for axis in axes]
 
-
-class _Ways:
-    """Links of a torus, shared out over ways that pass through each chip once.
-
-    At first, those along each axis are one way: as many cycles as there are lines. Of a
-    square whose opposite sides belong to one way, and the others to another, both are
-    exchanged if that joins two cycles of one way: it may at most cut one of the other.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        numbers = np.arange(math.prod(shape)).reshape(shape)
-        self.axes = range(len(shape))
-        self._chips = range(numbers.size)
-        self._next = [np.roll(numbers, -1, axis).ravel().tolist() for axis in self.axes]
-        self._last = [np.roll(numbers, 1, axis).ravel().tolist() for axis in self.axes]
-        # By axis and chip, the way that has the link from there to the next.
-        self._way = [[axis] * numbers.size for axis in self.axes]
-
-    def cycles(self, way: int) -> list[list[int]]:
+    def cycles(way: int) -> list[list[int]]:
         """Returns the chips of each cycle of a way, in their order."""
-        found, is_seen = [], [False] * len(self._chips)
-        for start in self._chips:
-            chip, cycle = start, []
-            while chip is not None and not is_seen[chip]:
-                is_seen[chip] = True
+        found, left = [], dict.fromkeys(range(chips.size))
+        while left:
+            chip, cycle = next(iter(left)), []
+            while chip is not None:
+                del left[chip]
                 cycle.append(chip)
-                beside = self._beside(way, chip)
-                chip = next((other for other in beside if not is_seen[other]), None)
-            found += [cycle] if cycle else []
+                beside = [after[a][chip] for a in axes if ways[a][chip] == way]
+                last = [(a, before[a][chip]) for a in axes]
+                beside += [other for a, other in last if ways[a][other] == way]
+                chip = next((other for other in beside if other in left), None)
+            found.append(cycle)
         return found
 
-    def join(self, *, only_both: bool) -> None:
-        """Exchanges the sides of each square of links where that joins cycles.
-
-        only_both: only where it joins two of either way, which cuts none.
-        """
-        number = [self._cycle_numbers(way) for way in self.axes]
-        for chip, (a, b) in itertools.product(
-            self._chips, itertools.combinations(self.axes, 2)
-        ):
-            over, up = self._next[a][chip], self._next[b][chip]
-            one, other = self._way[a][chip], self._way[b][chip]
-            if one == other or (one, other) != (self._way[a][up], self._way[b][over]):
-                continue
-            pairs = [(number[one][chip], number[one][up])]
-            pairs += [(number[other][chip], number[other][over])]
-            joined = sum(first != second for first, second in pairs)
-            if not joined or (only_both and joined < 2):
-                continue
-            self._way[a][chip] = self._way[a][up] = other
-            self._way[b][chip] = self._way[b][over] = one
-            for way, (first, second) in zip((one, other), pairs, strict=True):
-                if first == second:
-                    number[way] = self._cycle_numbers(way)
-                else:
-                    number[way] = [first if n == second else n for n in number[way]]
-
-    def _beside(self, way: int, chip: int) -> list[int]:
-        """Returns the two neighbours of a chip on a way."""
-        after = [self._next[a][chip] for a in self.axes if self._way[a][chip] == way]
-        before = (self._last[axis][chip] for axis in self.axes)
-        return after + [p for a, p in enumerate(before) if self._way[a][p] == way]
-
-    def _cycle_numbers(self, way: int) -> list[int]:
+    def numbers(way: int) -> list[int]:
         """Returns the number of the cycle of a way that each chip is in."""
-        numbers = [0] * len(self._chips)
-        for number, cycle in enumerate(self.cycles(way)):
-            for chip in cycle:
-                numbers[chip] = number
-        return numbers
+        found = {chip: n for n, cycle in enumerate(cycles(way)) for chip in cycle}
+        return [found[chip] for chip in range(chips.size)]
+
+    for least in (2, *[1] * MOST_ROUNDS):  # at first what joins two of either way
+        number = [numbers(way) for way in axes]
+        if not any(map(any, number)):
+            return tuple(tuple(*cycles(way)) for way in axes)
+        pairs = itertools.combinations(axes, 2)
+        for chip, (a, b) in itertools.product(range(chips.size), pairs):
+            over, up = after[a][chip], after[b][chip]
+            one, other = ways[a][chip], ways[b][chip]
+            if one == other or (one, other) != (ways[a][up], ways[b][over]):
+                continue
+            ends = {one: (number[one][chip], number[one][up])}
+            ends[other] = number[other][chip], number[other][over]
+            if sum(first != second for first, second in ends.values()) < least:
+                continue
+            ways[a][chip] = ways[a][up] = other
+            ways[b][chip] = ways[b][over] = one
+            for way, (first, second) in ends.items():
+                joined = [first if n == second else n for n in number[way]]
+                number[way] = numbers(way) if first == second else joined
+    return ()

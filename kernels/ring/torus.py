@@ -12,6 +12,7 @@ walked like the others: rows there and back, which is closed where the torus is,
 is along 16 chips of v5e and v6e and along multiples of 4 of v4 and v5p.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -162,20 +163,12 @@ def _cuts(lengths: Sequence[int], shape: Shape) -> Iterator[tuple[Shape, ...]]:
         if math.prod(shape) == 1:
             yield ()
         return
-    for cut in _factors(lengths[0], shape):
-        left = tuple(n // m for n, m in zip(shape, cut, strict=True))
-        yield from ((cut, *rest) for rest in _cuts(lengths[1:], left))
-
-
-def _factors(number: int, shape: Shape) -> Iterator[Shape]:
-    """Lists the ways to write a number as a product of factors of those of `shape`."""
-    if not shape:
-        if number == 1:
-            yield ()
-        return
-    common = math.gcd(number, shape[0])
-    for n in (n for n in range(1, common + 1) if common % n == 0):
-        yield from ((n, *rest) for rest in _factors(number // n, shape[1:]))
+    common = [math.gcd(lengths[0], n) for n in shape]
+    factors = ([n for n in range(1, most + 1) if most % n == 0] for most in common)
+    for cut in itertools.product(*factors):
+        if math.prod(cut) == lengths[0]:
+            left = tuple(n // m for n, m in zip(shape, cut, strict=True))
+            yield from ((cut, *rest) for rest in _cuts(lengths[1:], left))
 
 
 def _extents(cuts: Sequence[Shape], axis: int) -> tuple[int, ...]:
