@@ -13,7 +13,6 @@ device holds S / N. They are written in place where the compiler can reuse them.
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -22,21 +21,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from .checks import (
-    Axes,
-    check_operands,
-    check_visible,
-    checked_axes,
-    checked_scale,
-    checked_sinks,
-    checked_soft_cap,
-    clipped,
-)
+from . import checks
+from .backends.reference import masked
 from .known import known
 from .masks import Visible, in_interval
 from .merge import Partial, merge, merge_over
-from .placement import placed
-from .precision import accumulator_type, product, soft_capped
+from .placement import over_mesh
+from .precision import Scores, accumulator_type
 
 MOST_TOKENS = np.iinfo(np.int32).max
 """Index of free slots, so that no query sees them: bounds are clipped to it."""
@@ -67,8 +58,8 @@ class CachedAttention:
     def __post_init__(self):
         if not self._axes.ring:
             raise ValueError("ring_axes must be at least one axis of the mesh, got ()")
-        checked_scale(self.scale, head_size=1)
-        checked_soft_cap(self.soft_cap)
+        checks.checked_scale(self.scale, head_size=1)
+        checks.checked_soft_cap(self.soft_cap)
 
     @property
     def ring_size(self) -> int:
@@ -91,13 +82,13 @@ class CachedAttention:
                 "the tokens to a multiple of the ring"
             )
 
-        def local(stack: jax.Array, new: jax.Array, layer: jax.Array) -> jax.Array:
+        def local(stack, new, layer):
             start = layer, *(0,) * (stack.ndim - 1)
             return lax.dynamic_update_slice(stack, new[None], start)
 
         sharded, rest = self._stack(stack), PartitionSpec()
         specs = sharded, PartitionSpec(*sharded[1:]), rest
-        return self._over_mesh(local, specs, sharded)(stack, new, layer)
+        return over_mesh(local, self.mesh, specs, sharded)(stack, new, layer)
 
     def put(
         self,
@@ -121,13 +112,7 @@ class CachedAttention:
         last = stack.shape[2] // self.ring_size - new.shape[1]
         _check_place(f"the first slot of {new.shape[1]} tokens", slot, last + 1)
 
-        def local(
-            stack: jax.Array,
-            new: jax.Array,
-            layer: jax.Array,
-            member: jax.Array,
-            slot: jax.Array,
-        ) -> jax.Array:
+        def local(stack, new, layer, member, slot):
             start = layer, 0, slot, *(0,) * (stack.ndim - 3)
             old = lax.dynamic_slice(stack, start, (1, *new.shape))
             mine = lax.axis_index(self._axes.ring) == member
@@ -136,7 +121,7 @@ class CachedAttention:
 
         sharded, rest = self._stack(stack), PartitionSpec()
         specs = sharded, self._whole(stack), rest, rest, rest
-        call = self._over_mesh(local, specs, sharded)
+        call = over_mesh(local, self.mesh, specs, sharded)
         return call(stack, new, layer, member, slot)
 
     def attend(
@@ -161,33 +146,24 @@ class CachedAttention:
         Raises:
           ValueError: operands that do not fit together, or the layer is unknown.
         """
-        check_operands(
+        checks.check_operands(
             q, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (keys, values))
         )
-        visible = check_visible(q, visible).intervals()
-        bounds = tuple(clipped(x, MOST_TOKENS) for x in visible)
+        visible = checks.check_visible(q, visible).intervals()
+        bounds = tuple(checks.clipped(x, MOST_TOKENS) for x in visible)
         if keys.shape != values.shape or index.shape != keys.shape[1:3]:
             raise ValueError(
                 "keys and values must be (Y, B, S, K, D) and index (B, S), got "
                 f"{keys.shape}, {values.shape} and {index.shape}"
             )
         _check_place("layer", layer, keys.shape[0])
-        scale = checked_scale(self.scale, q.shape[-1])
-        soft_cap = checked_soft_cap(self.soft_cap)
-        if (sinks := checked_sinks(sinks, q)) is None:
+        scale = checks.checked_scale(self.scale, q.shape[-1])
+        scores = Scores(scale, checks.checked_soft_cap(self.soft_cap))
+        if (sinks := checks.checked_sinks(sinks, q)) is None:
             sinks = jnp.full(q.shape[2], -jnp.inf, accumulator_type(q.dtype))
 
-        def local(
-            q: jax.Array,
-            keys: jax.Array,
-            values: jax.Array,
-            index: jax.Array,
-            bounds: tuple[jax.Array, jax.Array],
-            layer: jax.Array,
-            sinks: jax.Array,
-        ) -> jax.Array:
-            score = functools.partial(_partial, scale=scale, soft_cap=soft_cap)
-            partial = _of_live_slots(q, (keys, values), index, bounds, layer, score)
+        def local(q, keys, values, index, bounds, layer, sinks):
+            partial = _of_live_slots(q, (keys, values), index, bounds, layer, scores)
             out, lse = merge_over(self._axes.ring, partial)
             sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, m)
             out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
@@ -198,12 +174,14 @@ class CachedAttention:
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
         specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
-        call = self._over_mesh(local, specs, queries)
+        call = over_mesh(local, self.mesh, specs, queries)
         return call(q, keys, values, index, bounds, layer, sinks)
 
     @property
-    def _axes(self) -> Axes:
-        return checked_axes(self.mesh, self.ring_axes, self.batch_axes, self.head_axis)
+    def _axes(self) -> checks.Axes:
+        return checks.checked_axes(
+            self.mesh, self.ring_axes, self.batch_axes, self.head_axis
+        )
 
     def _heads(self, rank: int) -> tuple[str | None, ...]:
         return (self._axes.heads, None)[: rank - 3]
@@ -216,22 +194,6 @@ class CachedAttention:
     def _whole(self, stack: jax.Array) -> PartitionSpec:
         """Returns the spec of new tokens for it, replicated over the ring."""
         return PartitionSpec(self._axes.batch, None, *self._heads(stack.ndim))
-
-    def _over_mesh(
-        self,
-        local: Callable[..., jax.Array],
-        in_specs: tuple[PartitionSpec, ...],
-        out_specs: PartitionSpec,
-    ) -> Callable[..., jax.Array]:
-        # Every axis is in the specs but those over which the results are equal.
-        sharded = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
-        return lambda *operands: sharded(*placed(self.mesh, in_specs, operands))
 
 
 def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:
@@ -263,12 +225,12 @@ def _of_live_slots(
     index: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     layer: jax.Array,
-    score: Callable[..., Partial],
+    scores: Scores,
 ) -> Partial:
     """Returns attention of q (B, m, H, D) to a device's slots: live ones if m is small.
 
     stacks: keys and values, (Y, B, S / N, K, D). index: int32 (B, S / N). bounds: int32
-      (intervals, B or 1, m) each. score: (q, k, v, mask) -> attention and its lse.
+      (intervals, B or 1, m) each.
     """
 
     def of_first(slots: int) -> Partial:
@@ -277,7 +239,7 @@ def _of_live_slots(
         k, v = (lax.dynamic_slice(x, start, shape)[0] for x in stacks)
         k_start, k_end = (bound[..., None] for bound in bounds)  # (…, B, m, 1)
         mask = in_interval(k_start, index[:, None, :slots], k_end)
-        return score(q, k, v, mask.any(axis=0))  # (B, m, slots)
+        return masked(q, k, v, mask.any(axis=0), scores)  # (B, m, slots)
 
     few = q.shape[1] <= FEW_TOKENS
     sizes = _sizes(index.shape[1]) if few else [index.shape[1]]
@@ -301,26 +263,3 @@ def _live_slots(index: jax.Array, k_end: jax.Array) -> jax.Array:
     """
     count = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
     return jnp.where(index < k_end.max(), count, 0).max(initial=0)
-
-
-def _partial(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
-    scale: float,
-    soft_cap: float | None,
-) -> Partial:
-    """Returns attention under a mask (B, T, S), and its lse; see `merge`."""
-    batch, length, heads, depth = q.shape
-    kv_heads = k.shape[2]
-    q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
-    mask = mask[:, None, None]  # (B, 1, 1, T, S)
-    s = scale * product("btkgd,bskd->bkgts", q, k)  # (B, K, G, T, S)
-    s, _ = soft_capped(s, soft_cap)
-    s = jnp.where(mask, s, -jnp.inf)
-    lse = jax.nn.logsumexp(s, axis=-1)  # (B, K, G, T)
-    # In rows without visible keys lse is -inf and the difference nan.
-    p = jnp.where(mask, jnp.exp(s - lse[..., None]), 0)  # (B, K, G, T, S)
-    out = product("bkgts,bskd->btkgd", p.astype(v.dtype), v)  # (B, T, K, G, D)
-    return out.reshape(batch, length, heads, depth), lse.reshape(batch, heads, length)

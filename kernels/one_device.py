@@ -3,14 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from . import checks
 from .backends import Backend, choose, reference
-from .checks import (
-    check_operands,
-    checked_bounds,
-    checked_scale,
-    checked_sinks,
-    checked_soft_cap,
-)
 from .layouts import Contiguous
 from .masks import Mask, Visible, causal, full
 from .placement import check_local
@@ -86,10 +80,10 @@ def attention_with_lse(
       out, and lse (B, H, T) in float32, natural logarithm, -inf for a query without
       visible keys; with sinks, which the sum contains, never. Both are differentiable.
     """
-    check_operands(q, k, v)
-    scale = checked_scale(scale, q.shape[-1])
-    soft_cap = checked_soft_cap(soft_cap)
-    sinks = checked_sinks(sinks, q)
+    checks.check_operands(q, k, v)
+    scale = checks.checked_scale(scale, q.shape[-1])
+    soft_cap = checks.checked_soft_cap(soft_cap)
+    sinks = checks.checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
     if backend is not reference:
         check_local("attention", q, k, v)
@@ -98,7 +92,7 @@ def attention_with_lse(
     mask = full()
     if isinstance(visible, Mask):
         mask, visible = visible, visible(queries, k.shape[1])
-    bounds = checked_bounds(q, visible, k.shape[1])
+    bounds = checks.checked_bounds(q, visible, k.shape[1])
     q = mask.fill_padding(q, queries)
     k, v = (mask.fill_padding(x, keys) for x in (k, v))
     out, lse = attend(ring, q, k, v, sinks, *bounds.intervals())

@@ -1,10 +1,24 @@
 """Where operands lie: over explicit axes, as of `jax.make_mesh`, or in `shard_map`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def over_mesh(
+    local: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], out_specs: Any
+) -> Callable[..., Any]:
+    """Maps a function of shards over a mesh: the result takes global operands.
+
+    Every axis is in some spec but those over which the results are equal, and Pallas
+    kernels cannot declare how theirs vary, so nothing is checked of that.
+    """
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return lambda *operands: sharded(*placed(mesh, in_specs, operands))
 
 
 def placed(mesh: Mesh, specs: Any, operands: Any) -> Any:

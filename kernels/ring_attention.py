@@ -11,24 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from . import checks
 from .backends import Backend, check_implementation, choose, reference
-from .checks import (
-    Axes,
-    are_wrong,
-    check_operands,
-    check_order,
-    check_orders,
-    check_shards,
-    checked_axes,
-    checked_bounds,
-    checked_scale,
-    checked_sinks,
-    checked_soft_cap,
-)
 from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order, unpermute
 from .masks import Array, Mask, Visible, full
-from .placement import check_local, placed
+from .placement import check_local, over_mesh
 from .ring.attend import Ring, attend
 from .ring.routes import (
     AllShards,
@@ -78,20 +66,20 @@ def ring_attention(
       ValueError: operands that do not fit together or are not shards of the layout, an
         unknown implementation, or `shard_map` checks how values vary over the mesh.
     """
-    check_operands(q, k, v)
+    checks.check_operands(q, k, v)
     size = lax.axis_size(axis_name)
     slices = 1 if ulysses_axis is None else lax.axis_size(ulysses_axis)
     num_keys = size * slices * k.shape[1]
     check_length(layout, size, num_keys, slices)
-    visible = checked_bounds(q, Visible(k_start, k_end), num_keys)
+    visible = checks.checked_bounds(q, Visible(k_start, k_end), num_keys)
     if keep_tail and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"keep_tail=True needs as many keys as queries, got shards of {k.shape[1]} "
             f"and {q.shape[1]} slots: leave it out"
         )
-    scale = checked_scale(scale, q.shape[-1])
-    soft_cap = checked_soft_cap(soft_cap)
-    sinks = checked_sinks(sinks, q)
+    scale = checks.checked_scale(scale, q.shape[-1])
+    soft_cap = checks.checked_soft_cap(soft_cap)
+    sinks = checks.checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
     if backend is not reference:
         check_local("ring_attention", q, k, v)
@@ -99,8 +87,10 @@ def ring_attention(
         sinks = lax.pcast(sinks, missing, to="varying")
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route or all_shards(size, None))
-    on_ring = functools.partial(attend, ring)
-    out, lse = over_heads(on_ring, ulysses_axis, q, k, v, sinks, *visible.intervals())
+    run = functools.partial(attend, ring)
+    if ulysses_axis is not None:
+        run = functools.partial(over_heads, run, ulysses_axis)
+    out, lse = run(q, k, v, sinks, *visible.intervals())
     return (out, lse) if with_lse else out
 
 
@@ -177,16 +167,16 @@ def make_ring_attention(
       ValueError: the mesh has no such axes, or walks are none; from attend, shapes that
         cannot be sharded, or decreasing bounds whose values are known.
     """
-    axes = checked_axes(mesh, ring_axes, batch_axes, head_axis, ulysses_axis)
-    check_order(mesh, axes.ring)
+    axes = checks.checked_axes(mesh, ring_axes, batch_axes, head_axis, ulysses_axis)
+    checks.check_order(mesh, axes.ring)
     check_implementation(implementation)  # here, and not when compiling
-    checked_scale(scale, head_size=1)
-    checked_soft_cap(soft_cap)
+    checks.checked_scale(scale, head_size=1)
+    checks.checked_soft_cap(soft_cap)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
     others = tuple(name for name in mesh.axis_names if name not in axes.ring)
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
-    check_orders(walks, ring_size)
+    checks.check_orders(walks, ring_size)
     orders = None
     if walks is not None:
         orders = tuple(RingOrder(tuple(map(int, walk))) for walk in walks)
@@ -216,19 +206,19 @@ def make_ring_attention(
         sinks: jax.Array | None = None,
         within: Mask | None = None,
     ) -> Any:
-        check_operands(q, k, v)
-        sinks = checked_sinks(sinks, q)
+        checks.check_operands(q, k, v)
+        sinks = checks.checked_sinks(sinks, q)
         for x in (q, k):
             check_length(layout, ring_size, x.shape[1], slices)
         queries, keys = (order(layout, ring_size, x.shape[1]) for x in (q, k))
-        check_shards("rows", "B", k.shape[0], axes.batch, mesh)
+        checks.check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
-        check_shards("key/value heads", "K", k.shape[2], heads, mesh)
+        checks.check_shards("key/value heads", "K", k.shape[2], heads, mesh)
         mask, limit = full(), within
         if isinstance(visible, Mask):
             mask = limit = visible if within is None else visible & within
             visible = mask(jnp.asarray(queries), k.shape[1])
-        visible = checked_bounds(q, visible, k.shape[1], queries)
+        visible = checks.checked_bounds(q, visible, k.shape[1], queries)
         if mask is not limit and limit is not None:
             visible &= limit(jnp.asarray(queries), k.shape[1])
         q = mask.fill_padding(q, queries)
@@ -245,7 +235,7 @@ def make_ring_attention(
         results = compiled(route)(q, k, v, visible, sinks)
         if check_masks:
             in_order = Visible(*(unpermute(x, layout, ring_size, -1) for x in visible))
-            results = _poisoned(results, (*mask.decreases, *are_wrong(in_order)))
+            results = _poisoned(results, (*mask.decreases, *checks.are_wrong(in_order)))
         if not with_lse:
             return mask.fill_padding(results, queries)
         out, lse = results
@@ -267,7 +257,7 @@ def _poisoned(results: Any, is_wrong: Sequence[Array]) -> Any:
 
 
 def _over_mesh(
-    local: Callable, mesh: Mesh, axes: Axes, with_lse: bool
+    local: Callable, mesh: Mesh, axes: checks.Axes, with_lse: bool
 ) -> Callable[..., Any]:
     """Maps `ring_attention` over the shards of global q, k, v, bounds and sinks."""
 
@@ -283,24 +273,13 @@ def _over_mesh(
         *intervals, rows, _ = visible.k_start.shape
         rows = None if rows == 1 else axes.batch
         bound = PartitionSpec(*(None for _ in intervals), rows, axes.tokens)
-        in_specs = {"q": array, "k": array, "v": array}
-        in_specs |= {
-            "k_start": bound,
-            "k_end": bound,
-            "sinks": PartitionSpec(axes.heads),
-        }
+        in_specs = {"q": array, "k": array, "v": array, "k_start": bound}
+        in_specs |= {"k_end": bound, "sinks": PartitionSpec(axes.heads)}
         operands = {"q": q, "k": k, "v": v, **visible._asdict(), "sinks": sinks}
         if sinks is None:
             del in_specs["sinks"], operands["sinks"]
-        # Every axis is in the specs of all but sinks, so shard_map sums nothing else
-        # over it by itself, and Pallas kernels cannot declare how their results vary.
-        sharded = jax.shard_map(
-            lambda operands: local(**operands),
-            mesh=mesh,
-            in_specs=(in_specs,),
-            out_specs=(array, lse) if with_lse else array,
-            check_vma=False,
-        )
-        return sharded(placed(mesh, in_specs, operands))
+        results = (array, lse) if with_lse else array
+        call = over_mesh(lambda given: local(**given), mesh, (in_specs,), results)
+        return call(operands)
 
     return run

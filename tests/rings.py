@@ -72,10 +72,10 @@ def device_program(
         sizes = "ring", ring_size, LAYOUTS[layout_name], scale
         this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, route)
         attend = functools.partial(ring.attend, this_ring)
-        ulysses = axes[1] if len(axes) > 1 else None
+        if len(axes) > 1:
+            attend = functools.partial(over_heads, attend, axes[1])
         results, pull = jax.vjp(
-            lambda *arrays: over_heads(attend, ulysses, *arrays, k_start, k_end),
-            *(q, k, v, sinks),
+            lambda *arrays: attend(*arrays, k_start, k_end), q, k, v, sinks
         )
         *gradients, d_sinks = pull((do, d_lse))
         if sinks is not None:

@@ -60,7 +60,7 @@ def share_heads(heads: int, kv_heads: int, devices: int) -> Heads:
 
 def over_heads(
     attend: Callable[..., Pair],
-    axis_name: str | None,
+    axis_name: str,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -71,16 +71,13 @@ def over_heads(
     """Calls `ring.attend` with whole shards of some heads, in `shard_map`.
 
     attend: (q, k, v, sinks, k_start, k_end) -> (out, lse), on the L slots of a shard.
-    axis_name: mesh axis over which the shard's slots are cut, in their order; None for
-      none: then this is a call of `attend`.
+    axis_name: mesh axis over which the shard's slots are cut, in their order.
     q: (B, L / U, H, D). k, v: (B, L / U, K, D). sinks: (H,), the same on all devices.
     k_start, k_end: int32 (m, B or 1, L / U).
 
     Returns:
       out (B, L / U, H, D), lse (B, H, L / U).
     """
-    if axis_name is None:
-        return attend(q, k, v, sinks, k_start, k_end)
     devices, (heads, kv_heads) = lax.axis_size(axis_name), (q.shape[2], k.shape[2])
     way = share_heads(heads, kv_heads, devices)
     swap = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
