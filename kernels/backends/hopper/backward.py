@@ -44,10 +44,10 @@ from .shared import (
     WGMMA_COL,
     broadcast_rows,
     constant,
-    kernel,
     load,
     mask,
     probabilities,
+    run_kernel,
     wait_for_last_arrivals,
 )
 
@@ -86,24 +86,18 @@ def _call(
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     batch, length, heads, _ = operands.k.shape
-    tree = jax.tree.structure((operands, dq_ref))
     has_dq = dq_ref is not None
-
-    def body(*refs):
-        *inputs, dk_ref, dv_ref, smem = refs
-        _kernel(tile, *jax.tree.unflatten(tree, inputs), dk_ref, dv_ref, smem)
-
     gradient = jax.ShapeDtypeStruct(operands.k.shape, jnp.float32)
-    call = kernel(
-        body,
+    return run_kernel(
+        lambda inputs, *others: _kernel(tile, *inputs, *others),
+        (operands, dq_ref),
         name="flash_backward" if has_dq else "flash_backward_keys",
         out_type=(gradient, gradient),
-        scratch_types=[Smem.types(tile, operands.q.dtype, has_dq)],
+        smem=Smem.types(tile, operands.q.dtype, has_dq),
         # The last axis is the fastest: the tiles of a head read the same queries.
         grid={"batch": batch, "head": heads, "tile": length // tile.block_k},
         interpret=interpret,
     )
-    return call(*jax.tree.leaves((operands, dq_ref)))
 
 
 def _kernel(

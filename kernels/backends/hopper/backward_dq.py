@@ -39,10 +39,10 @@ from .shared import (
     WGMMA_ROW,
     NativeOps,
     broadcast_cols,
-    kernel,
     load,
     mask,
     probabilities,
+    run_kernel,
     tiled_smem,
     wait_for_last_arrivals,
 )
@@ -131,22 +131,16 @@ def query_gradients_call(
     """Adds to dq, float32 (B, T, H, D), in its place."""
     batch, length, heads, d = operands.q.shape
     dq_ref = jax.new_ref(dq)
-    tree = jax.tree.structure((operands, dq_ref))
-
-    def body(*refs):
-        *inputs, smem = refs
-        _kernel(tile, *jax.tree.unflatten(tree, inputs), smem)
-
-    call = kernel(
-        body,
+    run_kernel(
+        lambda inputs, smem: _kernel(tile, *inputs, smem),
+        (operands, dq_ref),
         name="flash_backward_queries",
         out_type=(),
-        scratch_types=[Smem.types(tile, d, operands.q.dtype)],
+        smem=Smem.types(tile, d, operands.q.dtype),
         # The last axis is the fastest: heads share keys, and long rows come first.
         grid={"tile": length // BLOCK_Q, "batch": batch, "head": heads},
         interpret=interpret,
     )
-    call(*jax.tree.leaves((operands, dq_ref)))
     return jax.freeze(dq_ref)
 
 

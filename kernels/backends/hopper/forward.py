@@ -47,10 +47,10 @@ from .shared import (
     NativeOps,
     broadcast_cols,
     constant,
-    kernel,
     load,
     masked,
     one_plus_tanh,
+    run_kernel,
     tiled_smem,
     wait_for_last_arrivals,
 )
@@ -147,25 +147,19 @@ def forward_call(
       out and natural-log lse, shaped like the carry; -inf for rows without any key.
     """
     batch, length, heads, d = operands.q.shape
-    tree = jax.tree.structure(operands)
-
-    def body(*refs):
-        *inputs, out_ref, lse_ref, smem = refs
-        _kernel(tile, jax.tree.unflatten(tree, inputs), out_ref, lse_ref, smem)
-
-    call = kernel(
-        body,
+    return run_kernel(
+        functools.partial(_kernel, tile),
+        operands,
         name="flash_forward",
         out_type=(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
-        scratch_types=[Smem.types(tile, d, operands.q.dtype)],
+        smem=Smem.types(tile, d, operands.q.dtype),
         # The last axis is the fastest: heads share keys, and long rows come first.
         grid={"tile": length // BLOCK_Q, "batch": batch, "head": heads},
         interpret=interpret,
     )
-    return call(*jax.tree.leaves(operands))
 
 
 def _kernel(

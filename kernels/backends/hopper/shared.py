@@ -9,7 +9,7 @@ on a barrier, WGMMAs in groups that complete in order, `plgpu.wgmma_wait(n)` lea
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -218,27 +218,36 @@ def wait_for_last_arrivals(count: jax.Array, stages: int, *empty: jax.Ref) -> No
             plgpu.barrier_wait(barrier.at[lax.rem(n, jnp.int32(stages))])
 
 
-def kernel(
+def run_kernel(
     body: Callable,
+    operands: Any,
     *,
     name: str,
     out_type: Any,
-    scratch_types: Any,
+    smem: NamedTuple,
     grid: dict[str, int],
     interpret: plgpu.InterpretGPUParams | None,
-) -> Callable:
-    """Builds the kernel that runs `body` in each warpgroup of each program of a grid.
+) -> Any:
+    """Runs `body` in each warpgroup of each program of a grid, and returns its results.
+
+    body: (operands, refs of the results, smem), operands a tree as they are given.
 
     The last axis is the fastest, and may be longer than MAX_PROGRAMS; if another one
     is, it becomes the last.
     """
+    leaves, tree = jax.tree.flatten(operands)
+
+    def on_refs(*refs: jax.Ref) -> None:
+        inputs, results = refs[: len(leaves)], refs[len(leaves) : -1]
+        body(jax.tree.unflatten(tree, inputs), *results, refs[-1])
+
     *others, _ = grid.values()
     if max(others) > MAX_PROGRAMS:
         grid = dict(sorted(grid.items(), key=lambda axis: axis[1]))
-    return plgpu.kernel(
-        body,
+    call = plgpu.kernel(
+        on_refs,
         out_type=out_type,
-        scratch_types=scratch_types,
+        scratch_types=[smem],
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=CONSUMERS + 1,
@@ -252,3 +261,4 @@ def kernel(
             reduction_scratch_bytes=0,
         ),
     )
+    return call(*leaves)
