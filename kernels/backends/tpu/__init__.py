@@ -5,8 +5,8 @@
 - forward, query_tile, softmax: the kernel of out and lse, and its online softmax.
 - backward, backward_tile, backward_dq: the kernel of dq, dk and dv, the gradients of a
   tile, and where dq is accumulated.
-- diagonal: causal diagonal tiles. neighbours: the programs before and after one.
-- bounds: visible keys of rows and of sub-blocks: masks and live granules.
+- diagonal: causal diagonal tiles.
+- bounds: visible keys of programs, rows and sub-blocks: live tiles and granules, masks.
 - orientation: which way scores and accumulators lie in vector registers.
 - dma: copies between HBM and VMEM, and double buffers.
 - vector: matmuls, lanes, bytes. tile_config: constants of a kernel, soft caps.

@@ -35,9 +35,8 @@ from ..tile_ranges import TileRanges
 from .backward_dq import STREAMED, VISITED, Resident, Streamed
 from .backward_tile import BackwardTile, KeyTile, QueryTile
 from .block_sizes import TpuBlocks
-from .bounds import SubBlockBounds, TileNumbers
+from .bounds import Neighbours, SubBlockBounds, TileNumbers
 from .dma import DoubleBuffer, StackedTiles, Tiles
-from .neighbours import Neighbours
 from .orientation import UPRIGHT, Orientation
 from .tile_config import TileConfig
 from .vector import buffer_bytes, flat_index

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from .bounds import LiveTiles, Neighbours
 from .dma import StackedTiles, copies_in, copies_out, start_all, wait_all
-from .neighbours import LiveTiles, Neighbours
 
 STREAMED = 3
 """Buffers of a streamed dQ: one arrives, one is added to, one leaves."""

@@ -28,10 +28,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..tile_ranges import TileRanges
 from .block_sizes import TpuBlocks
-from .bounds import RowBounds, SubBlockBounds, TileNumbers
+from .bounds import Neighbours, RowBounds, SubBlockBounds, TileNumbers
 from .cut import Cut
 from .dma import DoubleBuffer, Tiles
-from .neighbours import Neighbours
 from .orientation import Orientation
 from .query_tile import VISITED, Carry, QueryTile, stack_heads
 from .softmax import SoftmaxState
