@@ -19,6 +19,7 @@ from ..masks import Visible
 from ..ring.routes import (
     ONE_WAY,
     AllShards,
+    Chunk,
     Counted,
     Neighbours,
     RingOrder,
@@ -163,7 +164,10 @@ class Ring:
         """
         route = _route(sequence, chip, counts, is_whole, one_way)
         sent = padded(heads.size) if chip.name.startswith("TPU") else heads.size
-        count = _counted_steps(route, sequence)
+        count = None
+        if isinstance(route, Counted):
+            shape = sequence.layout, sequence.ring_size, sequence.length
+            count = _most_steps(sequence.row, *shape, route.both_ways)
         return cls(sequence, rows, heads, sent, route, count)
 
     @property
@@ -284,44 +288,34 @@ class Ring:
 
     def _sent(self, schedule: Schedule, step: int, chip: Chip, direction: str) -> float:
         """Returns the seconds of the transfers beside a step, on the fullest link."""
-        links: dict[RingOrder, float] = defaultdict(float)
-        for number, chunk in enumerate(schedule.chunks):
+        moves, is_back = [], direction == "backward"
+        for chunk in schedule.chunks:
             if step < chunk.last:
-                self._add(
-                    links, schedule, number, chunk.shifts_after(step), self.keys_bytes
-                )
-            if direction == "backward" and chunk.first < step <= chunk.last:
+                moves.append((chunk, chunk.shifts_after(step), self.keys_bytes))
+            if is_back and chunk.first < step <= chunk.last:
                 shifts = chunk.shifts_after(step - 1)
-                self._add(links, schedule, number, shifts, self.gradients_bytes)
-        return self._seconds(links, chip)
+                moves.append((chunk, shifts, self.gradients_bytes))
+        return self._seconds(moves, chip)
 
     def _home(self, schedule: Schedule, chip: Chip) -> float:
         """Returns the seconds in which gradients reach their own devices at last."""
+        size = self.gradients_bytes
+        moves = [(c, -int(c.stops[-1]), size) for c in schedule.chunks if c.last]
+        return self._seconds(moves, chip)
+
+    def _seconds(self, moves: list[tuple[Chunk, int, float]], chip: Chip) -> float:
+        """Returns the seconds of chunks' moves, the shorter way round, at a time.
+
+        moves: chunks, their shifts, and the bytes of a whole shard.
+        """
         links: dict[RingOrder, float] = defaultdict(float)
-        for number, chunk in enumerate(schedule.chunks):
-            if chunk.last:
-                shifts = -int(chunk.stops[-1])
-                self._add(links, schedule, number, shifts, self.gradients_bytes)
-        return self._seconds(links, chip)
-
-    def _add(
-        self,
-        links: dict[RingOrder, float],
-        schedule: Schedule,
-        number: int,
-        shifts: int,
-        size: float,
-    ) -> None:
-        """Adds a chunk's way, the shorter one round, to the bytes of its links."""
-        chunk = schedule.chunks[number]
-        shifts, order = shifts % chunk.order.length, chunk.order
-        if 2 * shifts > order.length:
-            shifts, order = order.length - shifts, order.reversed()
-        heads = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
-        slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.keys
-        links[order] += shifts * heads * slots * size
-
-    def _seconds(self, links: dict[RingOrder, float], chip: Chip) -> float:
+        for chunk, shifts, size in moves:
+            shifts, order = shifts % chunk.order.length, chunk.order
+            if 2 * shifts > order.length:
+                shifts, order = order.length - shifts, order.reversed()
+            heads = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
+            slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.keys
+            links[order] += shifts * heads * slots * size
         sizes = list(links.values())
         if not chip.name.startswith("TPU"):
             sizes = [sum(sizes)]  # a switch joins GPUs
@@ -361,23 +355,11 @@ def _short_route(
     return route_within(row.within(index, size * length), layout, size, counts)
 
 
-def _counted_steps(route: Route, sequence: Sequence) -> int | None:
-    """Counts the steps after the first that documents need; None if nothing counts."""
-    if not isinstance(route, Counted):
-        return None
-    return _most_steps(
-        sequence.row,
-        sequence.layout,
-        sequence.ring_size,
-        sequence.length,
-        route.both_ways,
-    )
-
-
 @functools.lru_cache(maxsize=256)
 def _most_steps(
     row: Row, layout: Layout, size: int, length: int, both_ways: bool
 ) -> int:
+    """Counts the steps after the first that documents need."""
     bounds = row.at(order(layout, size, size * length))
     visible = Visible(*(bound[..., None, :] for bound in bounds))
     offsets = [read.offset for read in reads_of(visible, layout, size)]
