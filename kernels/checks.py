@@ -1,4 +1,7 @@
-"""Checks of the arguments of public functions, before anything is computed."""
+"""Checks of the arguments of public functions, before anything is computed.
+
+All raise a ValueError that names what is wrong, and what would do.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,11 +26,7 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def check_operands(q: Shaped, k: Shaped, v: Shaped) -> None:
-    """Checks that q (B, T, H, D), k and v (B, S, K, D) are an attention problem.
-
-    Raises:
-      ValueError: names the shapes or types that do not fit together.
-    """
+    """Checks that q (B, T, H, D), k and v (B, S, K, D) are an attention problem."""
     if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in (q, k, v)):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
         raise ValueError(f"q, k and v must be arrays, got {kinds}")
@@ -56,11 +55,7 @@ def check_operands(q: Shaped, k: Shaped, v: Shaped) -> None:
 
 
 def checked_scale(scale: float | None, head_size: int) -> float:
-    """Returns the factor on the scores, 1/sqrt(D) unless given.
-
-    Raises:
-      ValueError: it is not one number, finite in float32 and known while tracing.
-    """
+    """Returns the factor on the scores, 1/sqrt(D) unless given: finite in float32."""
     if scale is None:
         return head_size**-0.5
     number = _known_number(scale)
@@ -83,12 +78,7 @@ def _known_number(value: Any) -> float:
 
 
 def checked_soft_cap(soft_cap: float | None) -> float | None:
-    """Returns the cap on the scores, if any.
-
-    Raises:
-      ValueError: it is not one number above 0, normal in float32 and known while
-        tracing.
-    """
+    """Returns the cap on the scores, if any: above 0, and normal in float32."""
     if soft_cap is None:
         return None
     number = _known_number(soft_cap)
@@ -102,11 +92,7 @@ def checked_soft_cap(soft_cap: float | None) -> float | None:
 
 
 def checked_sinks(sinks: jax.Array | None, q: Shaped) -> jax.Array | None:
-    """Returns the logits of the sinks, (H,), in the type of lse.
-
-    Raises:
-      ValueError: they are not floating-point numbers, one for each query head.
-    """
+    """Returns the logits of the sinks, (H,), in the type of lse."""
     if sinks is None:
         return None
     shape, dtype = np.shape(sinks), jnp.result_type(sinks)
@@ -119,11 +105,7 @@ def checked_sinks(sinks: jax.Array | None, q: Shaped) -> jax.Array | None:
 
 
 def check_visible(q: jax.Array, visible: Visible) -> Visible:
-    """Checks bounds of the queries q (B, T, H, D), and returns them.
-
-    Raises:
-      ValueError: they are not signed integers, or not (B or 1, T) or (m, B or 1, T).
-    """
+    """Returns bounds of q (B, T, H, D): signed, (B or 1, T) or (m, B or 1, T)."""
     is_pair = isinstance(visible, tuple) and len(visible) == 2
     if not is_pair or not all(isinstance(bound, Array) for bound in visible):
         kind = getattr(visible, "__name__", type(visible).__name__)
@@ -153,12 +135,9 @@ def checked_bounds(
 ) -> Visible:
     """Returns bounds as JAX arrays, clipped to [0, num_keys].
 
-    index: of each query in the sequence, (T,), where they are not in order.
+    That they do not decrease, and share no keys, is checked where values are known.
 
-    Raises:
-      ValueError: they are not signed integers, not of those shapes, or decrease along
-        the sequence, or intervals share keys (checked where values are known, that is,
-        outside of `jit`).
+    index: of each query in the sequence, (T,), where they are not in order.
     """
     visible = check_visible(q, visible)
     visible = Visible(*(clipped(bound, num_keys) for bound in visible))
@@ -264,9 +243,6 @@ def checked_axes(
 
     batch_axes, head_axis: () for none; None for those of "data" and "fsdp", and
       "tensor", that the mesh has and the sequence does not use.
-
-    Raises:
-      ValueError: the mesh lacks one of them, or one is named twice.
     """
     ring = (ring_axes,) if isinstance(ring_axes, str) else tuple(ring_axes)
     rest = [axis for axis in mesh.axis_names if axis not in (*ring, ulysses_axis)]
@@ -292,7 +268,7 @@ def checked_axes(
 
 
 def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
-    """Raises ValueError if the axes are not in the order of the mesh."""
+    """Checks that the axes are in the order of the mesh."""
     in_order = tuple(axis for axis in mesh.axis_names if axis in ring_axes)
     if ring_axes != in_order:
         raise ValueError(
@@ -301,11 +277,7 @@ def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
 
 
 def check_orders(orders: Sequence[Sequence[int]] | None, ring_size: int) -> None:
-    """Checks the argument `walks` of `make_ring_attention`.
-
-    Raises:
-      ValueError: the list is empty, or an order lacks a device.
-    """
+    """Checks the argument `walks` of `make_ring_attention`: orders of all devices."""
     for found in orders or ():
         if sorted(found) != list(range(ring_size)):
             raise ValueError(
@@ -319,7 +291,7 @@ def check_orders(orders: Sequence[Sequence[int]] | None, ring_size: int) -> None
 def check_shards(
     what: str, letter: str, size: int, axes: tuple[str, ...], mesh: Mesh
 ) -> None:
-    """Raises ValueError if the count does not divide over these axes."""
+    """Checks that a count divides over these axes."""
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if size % shards:
         raise ValueError(

@@ -54,11 +54,7 @@ def ring_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """Returns the devices of each slice, by number; those without are one slice.
-
-    Raises:
-      ValueError: slices differ in size.
-    """
+    """Returns the devices of each slice, by number; those without are one slice."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
@@ -71,11 +67,7 @@ def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 
 def across_slices(shape: Shape, num_slices: int) -> Shape:
-    """Returns the number of slices along each axis.
-
-    Raises:
-      ValueError: data, fsdp and ring cannot be distributed over this many slices.
-    """
+    """Returns the number of slices along each axis."""
     across, left = [1] * len(AXES), num_slices
     for axis in range(RING + 1):
         across[axis] = math.gcd(shape[axis], left)
