@@ -10,8 +10,8 @@ import pytest
 from jax.experimental import checkify
 
 from kernels import backends, masks
-from kernels.backends.block_sizes import BlockSizes
 from kernels.backends.hopper.launch import HopperBlocks
+from kernels.backends.tile_layout import BlockSizes
 from kernels.backends.tpu.block_sizes import TPU_FORWARD
 from kernels.backends.triton_gpu.block_sizes import TritonBlocks
 from kernels.checks import check_increasing
@@ -84,18 +84,30 @@ def test_bounds_of_any_signed_type_mean_the_same():
             assert not run(visible=Visible(nothing, nothing)).any()
 
 
-@pytest.mark.parametrize("name, place", [("k_start", 3), ("k_end", 5)])
+RISING = np.array([0, 1, 2, 4, 5, 6, 7, 7])
+FALLS = [np.where(np.arange(8) == place, RISING - 3, RISING) for place in (4, 6)]
+WHOLE = np.array([[0] * 8, [8] * 8])
+# Queries that see [0, 2) and [2, 5).
+APART = np.array([[[0] * 8, [2] * 8], [[2] * 8, [5] * 8]])
+SHARED, BACK = APART.copy(), APART.copy()
+SHARED[1, 0, 5:], BACK[1, 0, 3:6] = 3, 3  # of some the first ends a key later
+
+
+@pytest.mark.parametrize(
+    "right, wrong, words",
+    [
+        (WHOLE, [FALLS[0], WHOLE[1]], "k_start of row 1: 4 at 3 and 2 after it"),
+        (WHOLE, [WHOLE[0], FALLS[1]], "k_end of row 1: 6 at 5 and 4 after it"),
+        (APART, SHARED, "for the query at 5 of row 1: join them with"),
+        (APART, BACK, "k_end of interval 0 of row 1: 3 at 5 and 2 after it"),
+    ],
+)
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-def test_bounds_that_decrease_are_refused_where_they_are_known(array, name, place):
+def test_bounds_that_decrease_or_share_keys_are_refused(array, right, wrong, words):
+    """Where they are known, and where they are traced by `check_increasing`."""
     x = jnp.ones((2, 8, 4, 6))
-    visible = masks.full()(np.arange(8, dtype=np.int32), 8)
-    visible = Visible(*(np.repeat(bound, 2, axis=0) for bound in visible))
-    bound = getattr(visible, name)
-    bound[1] = [0, 1, 2, 4, 5, 6, 7, 7]
-    bound[1, place + 1] -= 3
-    before, after = bound[1, place : place + 2]
-    words = f"{name} of row 1: {before} at {place} and {after} after it"
-    visible = Visible(*map(array, visible))
+    rows = zip(right, wrong, strict=True)
+    visible = Visible(*(array(np.stack(pair, axis=-2)) for pair in rows))
     with pytest.raises(ValueError, match=words):
         attention(x, x, x, visible=visible)
     with pytest.raises(ValueError, match=words):  # a constant of the program
@@ -105,52 +117,20 @@ def test_bounds_that_decrease_are_refused_where_they_are_known(array, name, plac
 
     @jax.jit
     @checkify.checkify
-    def checked(x, visible):
-        check_increasing(visible)
-        return attention(x, x, x, visible=visible, implementation="reference")
-
-    visible = Visible(*map(jnp.asarray, visible))
-    with pytest.raises(checkify.JaxRuntimeError, match=words):
-        checked(x, visible)[0].throw()
-    error, out = checked(x, Visible(*(jnp.sort(bound) for bound in visible)))
-    assert error.get() is None and out.shape == x.shape
-
-
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
-def test_intervals_that_decrease_or_share_keys_are_refused(array, rng):
-    """Of queries that see [0, 2) and [2, 5): of one the first ends a key later."""
-    x = jnp.float32(rng.standard_normal((2, 8, 2, 8)))
-    right = np.broadcast_to([[[0]], [[2]]], (2, 2, 8)), np.array([[[2]], [[5]]])
-    right = Visible(right[0].copy(), np.broadcast_to(right[1], (2, 2, 8)).copy())
-    whole = Visible(right.k_start[0], right.k_end[1])
-    np.testing.assert_allclose(
-        attention(x, x, x, visible=Visible(*map(array, right))),
-        attention(x, x, x, visible=whole),
-        atol=1e-6,
-    )
-
-    @jax.jit
-    @checkify.checkify
     def checked(visible):
         check_increasing(visible)
 
-    for place, words in (
-        (5, "for the query at 5 of row 1: join them with"),
-        (
-            slice(3, 6),
-            "k_end of interval 0 of row 1: 3 at 5 and 2 after it",
-        ),
-    ):
-        wrong = Visible(right.k_start, right.k_end.copy())
-        wrong.k_end[0, 1, place] = 3
-        if place == 5:  # and those behind it
-            wrong.k_end[0, 1, 6:] = 3
-        wrong = Visible(*map(array, wrong))
-        with pytest.raises(ValueError, match=words):
-            attention(x, x, x, visible=wrong)
-        with pytest.raises(checkify.JaxRuntimeError, match=words):
-            checked(Visible(*map(jnp.asarray, wrong)))[0].throw()
-    assert checked(Visible(*map(jnp.asarray, right)))[0].get() is None
+    with pytest.raises(checkify.JaxRuntimeError, match=words):
+        checked(Visible(*map(jnp.asarray, visible)))[0].throw()
+    right = Visible(*(jnp.stack([bound, bound], axis=-2) for bound in right))
+    assert checked(right)[0].get() is None
+
+
+def test_intervals_that_share_no_key_are_those_of_the_whole(rng):
+    x = jnp.float32(rng.standard_normal((1, 8, 2, 8)))
+    apart, whole = APART[:, :, None], APART[[0, 1], [0, 1], None]
+    found, want = (attention(x, x, x, visible=Visible(*b)) for b in (apart, whole))
+    np.testing.assert_allclose(found, want, atol=1e-6)
 
 
 def test_bounds_that_decrease_beyond_the_keys_are_not():

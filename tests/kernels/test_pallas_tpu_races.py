@@ -19,8 +19,8 @@ from kernels.backends.tpu import backward_dq, dma
 from kernels.backends.tpu.backward_dq import Resident, Streamed
 from kernels.backends.tpu.dma import DoubleBuffer, start_all
 from kernels.backends.tpu.launch import Launch
-from tests.cases.attention import FLOAT32_TOLERANCE, Answer
-from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, SimulatedTpu
+from tests.cases.attention import FLOAT32_TOLERANCE
+from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, with_vmem
 from tests.steps import (
     Step,
     StepCase,
@@ -57,7 +57,7 @@ BOUNDS = {
 }
 
 
-def simulated(copies: str, vmem: int, chip: pltpu.TpuInfo = CHIP) -> SimulatedTpu:
+def simulated(copies: str, vmem: int, chip: pltpu.TpuInfo = CHIP) -> Launch:
     memory = pltpu.InterpretParams(
         detect_races=True,
         # Copies with a clock of their own. By default all copies share one: no races.
@@ -69,14 +69,7 @@ def simulated(copies: str, vmem: int, chip: pltpu.TpuInfo = CHIP) -> SimulatedTp
     # Tiles are copied whole: fewer sub-tiles are less to simulate.
     sizes = {"rows": 256, "exact_rows": 256, "live_columns": 256}
     blocks = dataclasses.replace(SMALL_BLOCKS, **sizes, ahead=0, behind=0)
-    return SimulatedTpu(Launch(chip, blocks, memory))
-
-
-def simulate(
-    case: StepCase, step: Step, backend: SimulatedTpu, program=compiled
-) -> Answer:
-    results = program(backend, case.scale)(step.astype(jnp.float32))
-    return answer(jax.block_until_ready(results), step)
+    return Launch(chip, blocks, memory)
 
 
 def bounded(step: Step, name: str) -> Step:
@@ -87,44 +80,37 @@ def bounded(step: Step, name: str) -> Step:
 IN_VMEM, IN_HBM = CHIP.vmem_capacity_bytes, SMALL_VMEM
 """Vector memory where a head's dq fits, or does not."""
 
-LATER_ON_WAIT = (LATER_STEP, IN_HBM), V6E, "on_wait"
 
+def each_step():
+    """Case, memory, chip, copies, and a name of BOUNDS or none, most in slow tests.
 
-def steps_copies():
-    """Case, memory, chip and copies, all but one in slow tests."""
+    Each name in one of the memories; on a v6e dq's rows lie along the lanes.
+    """
+    memories, ways = (IN_VMEM, IN_HBM), ("eager", "on_wait")
     steps = (FIRST_STEP, IN_VMEM), (LATER_STEP, IN_HBM)
-    for each in itertools.product(steps, (CHIP, V6E), ("eager", "on_wait")):
-        step, *others = each
-        marks = [pytest.mark.slow] * (each != LATER_ON_WAIT)
-        yield pytest.param(*step, *others, marks=marks)
+    for (case, vmem), chip, copies in itertools.product(steps, (CHIP, V6E), ways):
+        is_slow = (case, chip, copies) != (LATER_STEP, V6E, "on_wait")
+        yield is_slow, (case, vmem, chip, copies, None)
+    for copies, (number, name) in itertools.product(ways, enumerate(BOUNDS)):
+        for vmem in memories:
+            is_slow = copies != "eager" or vmem != memories[number % 2]
+            yield is_slow, (RING_STEP, vmem, CHIP, copies, name)
+
+
+EACH_STEP = [
+    pytest.param(*step, marks=[pytest.mark.slow] * is_slow)
+    for is_slow, step in each_step()
+]
 
 
 @pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize("case, vmem, chip, copies", list(steps_copies()))
-def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, capfd, rng):
-    """On a v6e with dq's rows along the lanes."""
+@pytest.mark.parametrize("case, vmem, chip, copies, name", EACH_STEP)
+def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, name, capfd, rng):
     step, backend = case.draw(rng), simulated(copies, vmem, chip)
-    errors = simulate(case, step, backend).errors(truth(case, step))
-    assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
-    assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-def each_bounds():
-    """Name, copies and memory: each name without slow tests in one of the memories."""
-    for copies, (number, name) in itertools.product(
-        ("eager", "on_wait"), enumerate(BOUNDS)
-    ):
-        for vmem in IN_VMEM, IN_HBM:
-            is_slow = copies != "eager" or vmem != (IN_VMEM, IN_HBM)[number % 2]
-            marks = [pytest.mark.slow] * is_slow
-            yield pytest.param(name, copies, vmem, marks=marks)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name, copies, vmem", list(each_bounds()))
-def test_no_copy_races_or_comes_too_late_at_any_bounds(name, copies, vmem, capfd, rng):
-    step, backend = bounded(RING_STEP.draw(rng), name), simulated(copies, vmem)
-    errors = simulate(RING_STEP, step, backend, shared).errors(truth(RING_STEP, step))
+    step = step if name is None else bounded(step, name)
+    results = shared(backend, case.scale)(step.astype(jnp.float32))
+    found = answer(jax.block_until_ready(results), step)
+    errors = found.errors(truth(case, step))
     assert max(errors.values()) <= FLOAT32_TOLERANCE, errors
     assert "RACE DETECTED" not in capfd.readouterr().out
 
@@ -155,54 +141,31 @@ def end_without_waiting(self: Resident | Streamed, visits: jax.Array) -> None:
     pass
 
 
-breaking = pytest.mark.parametrize(
-    "owner, method, broken, vmem",
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize(
+    "run, owner, method, broken, vmem",
     [
-        (DoubleBuffer, "wait", buffers_without_waiting, IN_HBM),
-        (Resident, "wait", tile_without_waiting, IN_VMEM),
-        (Resident, "end", end_without_waiting, IN_VMEM),
-        (Streamed, "wait", streamed_tile_without_waiting, IN_HBM),
-        (Streamed, "prefetch", prefetch_into_an_outgoing_buffer, IN_HBM),
-        (Streamed, "end", end_without_waiting, IN_HBM),
+        # Forward, where programs start the copies of the next ones.
+        (run_forward, DoubleBuffer, "wait", buffers_without_waiting, IN_VMEM),
+        (run_backward, DoubleBuffer, "wait", buffers_without_waiting, IN_HBM),
+        (run_backward, Resident, "wait", tile_without_waiting, IN_VMEM),
+        (run_backward, Resident, "end", end_without_waiting, IN_VMEM),
+        (run_backward, Streamed, "wait", streamed_tile_without_waiting, IN_HBM),
+        (run_backward, Streamed, "prefetch", prefetch_into_an_outgoing_buffer, IN_HBM),
+        (run_backward, Streamed, "end", end_without_waiting, IN_HBM),
         # Reads tiles that the key tile before has not written yet.
-        (Streamed, "chains", staticmethod(Resident.chains), IN_HBM),
+        (run_backward, Streamed, "chains", staticmethod(Resident.chains), IN_HBM),
     ],
 )
-
-
-@pytest.mark.thorough
-@breaking
 def test_copies_that_nobody_waits_for_are_reported(
-    owner, method, broken, vmem, monkeypatch, capfd, rng
+    run, owner, method, broken, vmem, monkeypatch, capfd, rng
 ):
-    """Shows that the tests above can fail."""
+    """Shows that the test above can fail."""
     monkeypatch.setattr(owner, method, broken)
-    program = compiled(simulated("eager", vmem), RING_STEP.scale, run=run_backward)
+    program = compiled(simulated("eager", vmem), RING_STEP.scale, run=run)
     step = bounded(RING_STEP.draw(rng), "own shard")
     jax.block_until_ready(program(step.astype(jnp.float32)))
     assert "RACE DETECTED" in capfd.readouterr().out
-
-
-@pytest.mark.quick
-def test_keys_that_nobody_waits_for_are_reported(monkeypatch, capfd, rng):
-    """Forward, where programs start the copies of the next ones."""
-    monkeypatch.setattr(DoubleBuffer, "wait", buffers_without_waiting)
-    backend = simulated("eager", IN_VMEM)
-    program = compiled(backend, RING_STEP.scale, run=run_forward)
-    step = bounded(RING_STEP.draw(rng), "own shard")
-    jax.block_until_ready(program(step.astype(jnp.float32)))
-    assert "RACE DETECTED" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-@breaking
-def test_copies_that_nobody_waits_for_come_too_late(
-    owner, method, broken, vmem, monkeypatch, rng
-):
-    monkeypatch.setattr(owner, method, broken)
-    step = bounded(RING_STEP.draw(rng), "own shard")
-    got = simulate(RING_STEP, step, simulated("on_wait", vmem))
-    assert not got.errors(truth(RING_STEP, step))["dq"] < 0.1
 
 
 @pytest.fixture(scope="module", params=[IN_VMEM, IN_HBM], ids=["VMEM", "HBM"])
@@ -219,7 +182,7 @@ def copied_tiles(request):
         for module in dma, backward_dq:
             patch.setattr(module, "start_all", start_all)
         program = (
-            compiled(SimulatedTpu().with_vmem(request.param), RING_STEP.scale)
+            compiled(with_vmem(request.param), RING_STEP.scale)
             .lower(RING_STEP.draw(np.random.default_rng(0)).astype(jnp.float32))
             .compile()
         )

@@ -10,7 +10,6 @@ import pytest
 
 from kernels import layouts as layout
 from kernels import masks
-from kernels.one_device import attention
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import LAYOUTS
 from tests.rings import ring_mesh
@@ -72,27 +71,6 @@ def test_a_window_sends_what_is_read_of_the_neighbours(layout_name, neighbours, 
         assert sent == ["1x4x128x16xbf16"] * 14
     else:
         assert sent == ["1x4x31x16xbf16"] * 2 * neighbours
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "layout_name, kind",
-    [("contiguous", "bounds"), ("striped", "bounds"), ("contiguous", "mask")],
-)
-def test_the_ring_sends_no_more_than_within_shows(layout_name, kind, rng):
-    """Keys outside of `within` are not attended to, whatever else shows them."""
-    q, k, v = (jnp.float32(x) for x in rng.standard_normal((3, 1, 64, 2, 8)))
-    order = LAYOUTS[layout_name], 4
-    more = {"layout": order[0], "implementation": "reference"}
-    attend = make_ring_attention(ring_mesh(4), **more)
-    visible = masks.causal()
-    if kind == "bounds":
-        visible = visible(layout.order(*order, 64), 64)
-    run = functools.partial(attend, visible=visible, within=masks.window(9))
-    found = jax.jit(run)(*(layout.permute(x, *order) for x in (q, k, v)))
-    want = attention(q, k, v, visible=masks.window(9), implementation="reference")
-    found = layout.unpermute(np.asarray(found), *order)
-    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 def written_shards(ring_size: int) -> int:
