@@ -18,7 +18,7 @@ from kernels import backends as backend
 from kernels import masks
 from kernels.masks import Visible
 from kernels.one_device import attention, attention_with_lse
-from tests.cases import in_tiers
+from tests.cases import in_tiers, table
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     FLOAT32_TOLERANCE,
@@ -296,18 +296,7 @@ def test_small_scales_cost_no_digits(name, dtype, scale, rng):
         assert error <= DIGITS[dtype], (field, error)
 
 
-@pytest.mark.parametrize(
-    "kind, dtype, name",
-    [
-        ("TPU v5 lite", jnp.bfloat16, "pallas_tpu"),
-        ("NVIDIA H200", jnp.bfloat16, "hopper"),
-        ("NVIDIA H100 80GB HBM3", jnp.float16, "hopper"),
-        ("NVIDIA H200", jnp.float32, "triton"),
-        ("NVIDIA A100-SXM4-40GB", jnp.bfloat16, "triton"),
-        ("NVIDIA L4, without jax-triton", jnp.float32, "blockwise"),
-        ("cpu", jnp.bfloat16, "blockwise"),
-    ],
-)
+@pytest.mark.parametrize("kind, dtype, name", table("kernels.txt", "best", jnp=jnp))
 def test_best_implementation_suits_the_device_and_the_type(
     kind, dtype, name, monkeypatch
 ):

@@ -209,45 +209,17 @@ def test_writing_takes_the_place_of_the_old_cache(rng):
     assert memory.temp_size_in_bytes < stack.nbytes // 4 // LAYERS
 
 
-def refused_calls():
-    """Calls of a cache of 3 layers, 2 rows and 24 slots on 4 members."""
-    new = np.ones((BATCH, 4, KV_HEADS, DEPTH), np.float32)
-    for name, wrong in {
-        "batch": new[:1],
-        "heads": new[:, :, :1],
-        "head size": new[..., :4],
-        "type": new.astype(np.float16),
-        "no token": new[:, :0],
-    }.items():
-        words = r"new tokens of a cache \(3, 2, 24, 2, 8\) in float32 must be .*got \("
-        yield pytest.param("fill", (wrong, 0), words, id=f"fill, {name}")
-        yield pytest.param("put", (wrong, 0, 0, 0), words, id=f"put, {name}")
-    for tokens in 26, 6:
-        prompt = np.ones((BATCH, tokens, KV_HEADS, DEPTH), np.float32)
-        yield "fill", (prompt, 0), f"of 24 slots over a ring of 4, got {tokens}"
-    words = "must be from 0 to {} in this cache, got {}"
-    for layer in 3, -1:
-        yield "fill", (new, layer), "layer " + words.format(2, layer)
-        yield "put", (new, layer, 0, 0), "layer " + words.format(2, layer)
-        yield "attend", ({}, layer), "layer " + words.format(2, layer)
-    yield "fill", (new, 1.5), "layer must be an integer, got float"
-    for name, change, words_of in (
-        ("index", lambda x: x[:1], r"index \(B, S\), got .* and \(1, 24\)"),
-        ("values", lambda x: x[:2], "keys and values must be"),
-        ("visible", lambda x: Visible(*(y[:, :1] for y in x)), r"must be \(B, T\) or"),
-        ("visible", lambda x: masks.causal(), "for a cache always.*got Mask"),
-        ("q", lambda x: jnp.asarray(x, jnp.bfloat16), "must have one type"),
-    ):
-        yield "attend", ({name: change}, 0), words_of
-    yield "put", (new, 0, 4, 0), "member " + words.format(3, 4)
-    yield "put", (new, 0, 0, 3), "slot of 4 tokens " + words.format(2, 3)
-    yield "put", (new, 0, 0, -1), "slot of 4 tokens " + words.format(2, -1)
+NEW_TOKENS = np.ones((BATCH, 4, KV_HEADS, DEPTH), np.float32)
+KNOWN = {"new": NEW_TOKENS, "np": np, "jnp": jnp, "masks": masks, "Visible": Visible}
 
 
-@pytest.mark.parametrize("method, arguments, words", list(refused_calls()))
+@pytest.mark.parametrize(
+    "method, arguments, words", table("kernels.txt", "refused", **KNOWN)
+)
 def test_what_would_be_written_in_part_or_elsewhere_is_refused(
     method, arguments, words, rng
 ):
+    """Of a cache of 3 layers, 2 rows and 24 slots on 4 members."""
     problem, cached = Problem(rng), CachedAttention(mesh_of(4))
     with pytest.raises(ValueError, match=words):
         if method != "attend":

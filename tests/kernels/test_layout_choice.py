@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels import chips, choose_layout
+from kernels import chips, choose_layout, layouts
 from kernels.backends.tile_layout import BlockSizes
 from kernels.cost.choice import Choice, default_granule, options, ranked
 from kernels.cost.work import Row, Sequence
@@ -46,13 +46,7 @@ def over_least(layout: Layout, ring: int, rows: list[Row], tile: int) -> float:
 
 @pytest.mark.thorough(quick=2)
 @pytest.mark.parametrize(
-    "ring, tokens, kind, tile, most, stripes_of_one",
-    [
-        (16, 2**18, "magi 196608", 512, 1.25, 1.6),
-        (64, 2**19, "log 1024", 256, 2.0, 15),
-        (16, 2**18, "magi 16384", 512, 1.9, 6),
-        (64, 2**19, "log 8192", 256, 1.25, 2.2),
-    ],
+    "ring, tokens, kind, tile, most, stripes_of_one", table("kernels.txt", "work")
 )
 def test_stripes_as_wide_as_tiles_are_near_the_least_work(
     ring, tokens, kind, tile, most, stripes_of_one
@@ -69,15 +63,7 @@ HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 @pytest.mark.parametrize(
     "kind, ring, device, layout, counts, one_way",
-    [
-        ("one", 64, "TPU v5p", Zigzag(), False, True),
-        ("one", 64, "TPU v6 lite", Zigzag(), False, True),
-        ("one", 8, "NVIDIA H200", Zigzag(), False, False),
-        ("one", 1, "TPU v5p", Contiguous(), False, True),
-        ("log 1024", 64, "TPU v5p", Zigzag(), True, False),
-        ("log 8192", 64, "TPU v5p", Striped(256), False, False),
-        ("log 1024", 64, "not known", Striped(1024), True, False),
-    ],
+    table("kernels.txt", "choice", **vars(layouts)),
 )
 def test_documents_and_chips_choose_the_layout(
     kind, ring, device, layout, counts, one_way
@@ -131,17 +117,7 @@ def test_rows_that_are_not_alike_are_refused(rows, said):
         choose_layout(rows, 2, **HEADS)
 
 
-GRANULES = [
-    ((8, 8192, "cpu"), 256),
-    ((8, 16_384, "cpu"), 256),
-    ((8, 2048, "cpu"), 128),
-    ((4, 512, "cpu"), 1),  # a shard has one tile
-    ((8, 8192 + 64, "cpu"), 1),  # would need padding
-    ((8, 8192, "TPU v5e"), 1),
-]
-
-
-@pytest.mark.parametrize("row, granule", GRANULES)
+@pytest.mark.parametrize("row, granule", table("kernels.txt", "granule"))
 def test_stripes_of_cpus_are_tiles(row, granule):
     assert default_granule(*row) == granule
 
@@ -151,6 +127,6 @@ def test_stripes_of_tiles_compute_no_more_of_these_than_contiguous_shards():
     row, tile = Row.of((), 8192), BlockSizes(128, 128)
     visible = Visible(row.k_start[None], row.k_end[None])
     wide = Striped(default_granule(8, 8192, "cpu"))
-    layouts = Contiguous(), wide, Striped()
-    work = [tiles_per_step(one, 8, visible, tile).sum() for one in layouts]
+    kinds = Contiguous(), wide, Striped()
+    work = [tiles_per_step(one, 8, visible, tile).sum() for one in kinds]
     assert work == [2080, 2080, 2304]

@@ -25,6 +25,7 @@ from kernels.ring.routes import (
     Schedule,
 )
 from kernels.ring_attention import make_ring_attention
+from tests.cases import table
 from tests.cases.attention import COVERING, LAYOUTS, Case
 from tests.rings import (
     Make,
@@ -71,16 +72,7 @@ def ring_of(route: Route) -> Make:
     return functools.partial(sharded_ring, route=route)
 
 
-QUICK = [
-    (Case(5, "striped", "causal", 4, 31, 64, heads=8), "both"),
-    (Case(7, "zigzag", "documents", 1, 57, 16, "sinks-cap", heads=8), "cycles"),
-    (Case(4, "contiguous", "window", 2, 61, 16, heads=4), "reads"),
-    (Case(3, "zigzag", "window", 2, 93, 16, "sinks", heads=4), "reads"),
-    (Case(8, "contiguous", "documents", 2, 257, 16, heads=4), "counted"),
-    (Case(5, "zigzag", "documents", 2, 93, 16, heads=2), "counted_both"),
-    (Case(2, "striped4", "none", 4, 31, 64, heads=4), "both"),
-    (Case(8, "striped4", "documents", 2, 257, 16, heads=4), "counted"),
-]
+QUICK = table("kernels.txt", "route", Case=Case)
 NARROW = Case(2, "zigzag", "causal", 4, 256, 64)
 
 

@@ -239,16 +239,7 @@ def test_a_ring_larger_than_a_slice_goes_through_one_slice_after_the_other(
     assert set(links([chip.coords for chip in ring])[inside]) == {1}
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [
-        ((2, 1, 16, 1), 0),
-        ((2, 4, 4, 1), 0),
-        ((1, 2, 16, 1), 1),
-        ((1, 8, 4, 1), 1),
-        ((1, 4, 4, 2), 1),
-    ],
-)
+@pytest.mark.parametrize("shape, axis", table("kernels.txt", "network"), ids=str)
 def test_data_or_fsdp_go_through_the_network_where_a_ring_fits_in_a_slice(
     shape: Shape, axis: int, rng: np.random.Generator
 ) -> None:
@@ -266,14 +257,7 @@ def test_data_or_fsdp_go_through_the_network_where_a_ring_fits_in_a_slice(
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_slices", "across"),
-    [
-        ((1, 1, 8, 1), 1, (1, 1, 1, 1)),
-        ((4, 2, 8, 1), 4, (4, 1, 1, 1)),
-        ((2, 6, 8, 1), 4, (2, 2, 1, 1)),
-        ((3, 2, 8, 1), 6, (3, 2, 1, 1)),
-        ((1, 3, 8, 2), 6, (1, 3, 2, 1)),
-    ],
+    "shape, num_slices, across", table("kernels.txt", "across"), ids=str
 )
 def test_the_axis_that_talks_least_goes_through_the_network(
     shape: Shape, num_slices: int, across: Shape

@@ -6,6 +6,7 @@ import pytest
 
 from kernels import masks
 from kernels.trees import tree
+from tests.cases import table
 from tests.cases.unions import UNIONS, drawn_tree, shown, shown_in_tree
 from tests.kernels.test_masks import matrix
 
@@ -36,18 +37,7 @@ def test_drawn_trees_take_no_more_intervals_than_they_have_levels(levels, rng):
         np.testing.assert_array_equal(matrix(visible, 60)[0], want)
 
 
-@pytest.mark.parametrize(
-    "parents, most",
-    [
-        ([-1, -1, -1, -1, -1, -1], 1),  # documents
-        ([-1, 0, 1, 2, 3, 4], 1),  # a chain
-        ([-1, 0, 0, 0, 0, 0], 2),  # answers to a prompt
-        ([-1, 0, 0, -1, 3, 3], 2),  # two prompts
-        ([-1, 0, 1, 0, 1, 2], 2),  # a trunk, then branches as they leave it
-        ([-1, 0, 1, 2, 1, 0], 3),  # the other way round
-        ([-1, 0, 1, 1, 0, 4], 3),  # branches of branches
-    ],
-)
+@pytest.mark.parametrize("parents, most", table("kernels.txt", "tree"), ids=str)
 def test_trees_take_few_intervals(parents, most):
     ids = np.repeat(np.arange(6), 3)
     index = np.arange(18, dtype=np.int32)

@@ -14,6 +14,7 @@ from kernels.masks import Visible
 from kernels.one_device import attention
 from kernels.ring import routes
 from kernels.ring_attention import make_ring_attention
+from tests.cases import table
 from tests.cases.attention import LAYOUTS, Case
 from tests.cases.unions import UNIONS
 from tests.rings import assert_as_on_one_device, ring_mesh, sharded_ring
@@ -37,17 +38,9 @@ def cases():
             marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(case, "blockwise", jnp.float32, {}, marks=marks)
             n += 3
-    for implementation, dtype, ring_size, options in (
-        ("reference", jnp.float32, 4, {}),
-        ("blockwise", jnp.bfloat16, 8, {}),
-        ("blockwise", jnp.float32, 4, {"route": routes.Counted(both_ways=True)}),
-        ("blockwise", jnp.float32, 3, {"route": routes.AllShards(routes.both_ways(3))}),
-        ("reference", jnp.float32, 2, {"slices": 2}),
-        ("reference", jnp.float32, 2, {"keep_tail": True}),
-        ("pallas_tpu", jnp.float32, 2, {}),
-        ("triton", jnp.float32, 2, {}),
-        ("hopper", jnp.bfloat16, 1, {}),  # whose interpreter has one device
-    ):
+    names = {"jnp": jnp, "routes": routes}
+    others = table("kernels.txt", "union", **names)
+    for implementation, dtype, ring_size, options in others:
         shape = "striped" if "keep_tail" in options else "zigzag"
         name = "shared_prefix" if implementation == "hopper" else "tree"
         case = Case(ring_size, shape, name, length=61, extras="sinks-cap", **SHORT)
