@@ -139,7 +139,9 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-short = reprlib.Repr(maxstring=200).repr
+_REPR = reprlib.Repr()
+_REPR.maxstring = 200
+short = _REPR.repr
 """Formats a value in a line of some hundred letters, whatever its size."""
 
 

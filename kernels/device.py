@@ -1,5 +1,7 @@
 """Detection of the device that a program is compiled for."""
 
+import re
+
 import jax
 
 
@@ -39,3 +41,8 @@ def rings_both_ways(kind: str | None = None) -> bool:
 def is_cpu() -> bool:
     """Returns whether it is a CPU."""
     return device_kind() == "cpu"
+
+
+def is_hopper(kind: str) -> bool:
+    """Returns whether it is an H100, H200, H20, GH200 …"""
+    return re.match(r"NVIDIA G?H\d", kind) is not None

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from . import checks
-from .backends import Backend, choose, reference
+from .backends import Backend, blockwise, choose, reference
 from .layouts import Contiguous
 from .masks import Mask, Visible, causal, full
-from .placement import check_local
+from .placement import check_local, varying_alike
 from .ring.attend import Ring, attend
 
 
@@ -86,7 +86,8 @@ def attention_with_lse(
     sinks = checks.checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
     if backend is not reference:
-        check_local("attention", q, k, v)
+        check_local("attention", backend is not blockwise, q, k, v)
+    q, k, v, sinks = varying_alike(q, k, v, sinks)
     ring = Ring(None, 1, Contiguous(), scale, backend, soft_cap)
     queries, keys = (jnp.arange(x.shape[1], dtype=jnp.int32) for x in (q, k))
     mask = full()

@@ -1,9 +1,10 @@
 """Where operands lie: over explicit axes, as of `jax.make_mesh`, or in `shard_map`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -45,21 +46,40 @@ def placed(mesh: Mesh, specs: Any, operands: Any) -> Any:
     return jax.tree.map(place, specs, operands, is_leaf=is_spec)
 
 
-def check_local(name: str, *operands: jax.Array) -> None:
+def varying_alike(*operands: jax.Array | None) -> list[Any]:
+    """Makes all vary over each mesh axis that one of them does, as `shard_map` checks.
+
+    A gradient is summed over the axes over which its operand did not vary.
+    """
+    every = frozenset().union(*map(_varying, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: varying_over(every, x), list(operands))
+
+
+def varying_over(axes: Iterable[str], x: jax.Array) -> jax.Array:
+    """Makes x vary over mesh axes, if `shard_map` checks how it does."""
+    missing = tuple(sorted({*axes} - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def check_local(name: str, is_kernel: bool, *operands: jax.Array) -> None:
     """Refuses operands that no loop or kernel of one device can take.
 
-    name: of the function that was called.
+    name: of the function that was called. is_kernel: and not a loop of XLA's.
 
     Raises:
       ValueError: `shard_map` checks how they vary over the mesh, or explicit axes shard
         them.
     """
     types = [jax.typeof(x) for x in operands]
-    if any(kind.manual_axis_type.varying for kind in types):
+    if is_kernel and any(map(_varying, operands)):
         raise ValueError(
             f"{name} must run in jax.shard_map(..., check_vma=False), or with "
-            "implementation='reference': loops and kernels cannot declare how their "
-            "results vary over the mesh"
+            "implementation='blockwise': kernels cannot declare how their results vary "
+            "over the mesh"
         )
     sharded = {name for kind in types for name in _axes(kind.sharding)}
     if sharded:

@@ -12,11 +12,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from . import checks
-from .backends import Backend, check_implementation, choose, reference
+from .backends import Backend, blockwise, check_implementation, choose, reference
 from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order, unpermute
 from .masks import Array, Mask, Visible, full
-from .placement import check_local, over_mesh
+from .placement import check_local, over_mesh, varying_alike
 from .ring.attend import Ring, attend
 from .ring.routes import (
     AllShards,
@@ -64,7 +64,8 @@ def ring_attention(
 
     Raises:
       ValueError: operands that do not fit together or are not shards of the layout, an
-        unknown implementation, or `shard_map` checks how values vary over the mesh.
+        unknown implementation, or `shard_map` checks how values vary over the mesh and
+        the implementation is a chip's.
     """
     checks.check_operands(q, k, v)
     size = lax.axis_size(axis_name)
@@ -82,9 +83,8 @@ def ring_attention(
     sinks = checks.checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
     if backend is not reference:
-        check_local("ring_attention", q, k, v)
-    if sinks is not None and (missing := _missing(sinks, q)):
-        sinks = lax.pcast(sinks, missing, to="varying")
+        check_local("ring_attention", backend is not blockwise, q, k, v)
+    q, k, v, sinks = varying_alike(q, k, v, sinks)
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route or all_shards(size, None))
     run = functools.partial(attend, ring)
@@ -102,12 +102,6 @@ def all_shards(ring_size: int, orders: tuple[RingOrder, ...] | None) -> AllShard
     if orders is None:
         orders = both_ways(ring_size) if rings_both_ways() else ()
     return AllShards(orders, cores=kernel_cores())
-
-
-def _missing(x: jax.Array, like: jax.Array) -> tuple[str, ...]:
-    """Returns the mesh axes over which `like` varies and x does not."""
-    varying, mine = (jax.typeof(y).manual_axis_type.varying for y in (like, x))
-    return tuple(sorted(varying - mine))
 
 
 def make_ring_attention(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kernels
+from kernels import backends
 from tests.processes import ROOT, Ended, run_program
 
 # The striped ring of 4 simulated devices, on a mesh as `jax.make_mesh` makes it (with
@@ -61,8 +62,27 @@ assert callable(annulus.ring_attention)
 """
 
 
+# Where Pallas is missing, rings run, and kernels say with which jax they do.
+WITHOUT_PALLAS = """
+import sys
+sys.modules["jax.experimental.pallas"] = None
+import numpy as np
+from annulus import attention, backends
+x = np.ones((1, 8, 2, 4), np.float32)
+assert (attention(x, x, x) == 1).all()
+try:
+    attention(x, x, x, implementation="pallas_tpu")
+except NotImplementedError as refusal:
+    assert f"install jax {backends.TESTED_JAX}, or" in str(refusal)
+else:
+    sys.exit("imported")
+"""
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("program", [HIDDEN, RING], ids=["names", "ring"])
+@pytest.mark.parametrize(
+    "program", [HIDDEN, WITHOUT_PALLAS, RING], ids=["names", "without", "ring"]
+)
 def test_a_program_outside_runs_the_ring(tmp_path, program):
     (tmp_path / "annulus").symlink_to(ROOT / "kernels")
     assert run_outside(tmp_path, program) == (0, "", "")
@@ -89,6 +109,11 @@ def test_every_folder_of_the_package_is_installed():
         ".".join(["annulus", *p.relative_to(ROOT / "kernels").parts]) for p in folders
     }
     assert set(settings["tool"]["setuptools"]["packages"]) == names
+
+
+def test_kernels_are_tested_with_the_jax_of_the_requirements():
+    pinned = (ROOT / "requirements.txt").read_text().splitlines()
+    assert f"jax=={backends.TESTED_JAX}" in pinned
 
 
 def test_every_public_name_is_there_and_documented():

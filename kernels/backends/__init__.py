@@ -3,16 +3,17 @@
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
-from ..device import device_kind
+from ..device import device_kind, is_hopper
 from . import blockwise, reference
-from .hopper import launch as hopper_launch
-from .tpu import launch as tpu_launch
-from .triton_gpu import launch as triton_launch
+
+TESTED_JAX = "0.11.2"
+"""With which the kernels of every chip were compiled and tested; Pallas changes."""
 
 
 class Backend(Protocol):
@@ -25,14 +26,48 @@ class Backend(Protocol):
     def backward(self) -> Callable: ...
 
 
-IMPLEMENTATIONS: Mapping[str, Backend] = {
-    "reference": reference,
-    "blockwise": blockwise,
-    "pallas_tpu": tpu_launch.Launch(),
-    "hopper": hopper_launch.Launch(),
-    "hopper_deterministic": hopper_launch.Launch(is_deterministic=True),
-    "triton": triton_launch.Launch(),
-}
+class _Implementations(Mapping[str, Backend]):
+    """Backends by name; the kernels of a chip are imported when they are taken."""
+
+    anywhere: dict[str, Backend] = {"reference": reference, "blockwise": blockwise}
+    chips: dict[str, tuple[str, dict[str, Any]]] = {
+        "pallas_tpu": ("tpu", {}),
+        "hopper": ("hopper", {}),
+        "hopper_deterministic": ("hopper", {"is_deterministic": True}),
+        "triton": ("triton_gpu", {}),
+    }
+    """Folder of the kernels, and what is special to their launch."""
+
+    def __getitem__(self, name: str) -> Backend:
+        return self.anywhere[name] if name in self.anywhere else _of_chip(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.anywhere, *self.chips))
+
+    def __len__(self) -> int:
+        return len(self.anywhere) + len(self.chips)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.anywhere or name in self.chips
+
+
+@functools.cache  # so that it is logged once
+def _of_chip(name: str) -> Backend:
+    folder, options = _Implementations.chips[name]
+    tested = f"the kernels of {name} were tested with jax {TESTED_JAX}"
+    try:
+        kernels = importlib.import_module(f".{folder}.launch", __name__)
+    except (ImportError, AttributeError) as problem:
+        raise NotImplementedError(
+            f"{tested}, and cannot be imported with {jax.__version__} ({problem}): "
+            f"install jax {TESTED_JAX}, or take implementation='blockwise'"
+        ) from problem
+    if jax.__version__ != TESTED_JAX:
+        logging.getLogger(__name__).warning("%s, this is %s", tested, jax.__version__)
+    return kernels.Launch(**options)
+
+
+IMPLEMENTATIONS = _Implementations()
 
 
 def check_implementation(implementation: str | Backend | None) -> None:
@@ -53,6 +88,7 @@ def choose(implementation: str | Backend | None, dtype: jnp.dtype) -> Backend:
 
     Raises:
       ValueError: the implementation is unknown.
+      NotImplementedError: this jax cannot import its kernels.
     """
     check_implementation(implementation)
     if implementation is None:
@@ -67,7 +103,7 @@ def _best(kind: str, dtype: jnp.dtype) -> str:
     name = "blockwise"
     if kind.startswith("TPU"):
         name = "pallas_tpu"
-    elif hopper_launch.HOPPER.match(kind) and dtype in hopper_launch.TYPES:
+    elif is_hopper(kind) and dtype.itemsize == 2:
         name = "hopper"
     elif kind.startswith("NVIDIA") and importlib.util.find_spec("jax_triton"):
         name = "triton"

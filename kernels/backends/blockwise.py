@@ -48,8 +48,8 @@ def forward(
     k_starts, k_ends = (tiling.split_bounds(bound) for bound in (k_start, k_end))
     operands = tiling.split_queries(q), tiling.split_keys(k), tiling.split_keys(v)
     if carry is None:
-        out = jnp.zeros(operands[0].shape, tiling.dtype)
-        sums = out, jnp.full(out.shape[:-1], -jnp.inf, tiling.dtype)
+        out = jnp.zeros_like(operands[0], tiling.dtype)
+        sums = out, jnp.full_like(out[..., 0], -jnp.inf)
     else:
         sums = tiling.split_queries(carry[0]), tiling.split_rows(carry[1])
 
@@ -123,7 +123,7 @@ def backward(
     queries = tiling.split_queries(q), tiling.split_queries(do), *rows
     keys = tiling.split_keys(k), tiling.split_keys(v)
     if dkv is None:
-        dk, dv = (jnp.zeros(x.shape, tiling.dtype) for x in keys)
+        dk, dv = (jnp.zeros_like(x, tiling.dtype) for x in keys)
     else:
         dk, dv = map(tiling.split_keys, dkv)
 

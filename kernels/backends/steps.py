@@ -161,6 +161,5 @@ def _of_one(visible: Visible) -> Visible:
 
 def nothing(q: jax.Array) -> Partial:
     """Returns the partial result of queries (B, T, H, D) without keys: 0 and -inf."""
-    out = jnp.zeros(q.shape, accumulator_type(q.dtype))
-    lse = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, out.dtype)
-    return out, lse
+    out = jnp.zeros_like(q, accumulator_type(q.dtype))
+    return out, jnp.full_like(out[..., 0].swapaxes(1, 2), -jnp.inf)

@@ -248,7 +248,7 @@ def backward(
     gradients = functools.partial(_gradients, chunks, steps)
     of_group = {chunks.group(i): one for i, one in steps.items()}
     zeros = [
-        of_group[g].begin(jnp.zeros(q.shape, lse.dtype))
+        of_group[g].begin(jnp.zeros_like(q, lse.dtype))
         for g, (q, _, lse, _) in enumerate(groups)
     ]
     # A loop of unknown length begins with zeros for the chunks that only visit.
@@ -331,7 +331,7 @@ def _gradients(
 
 def _zeros(kv: Pair, dtype: jnp.dtype) -> Pair:
     """Returns zeros of the shape of k and v."""
-    k, v = (jnp.zeros(x.shape, dtype) for x in kv)
+    k, v = (jnp.zeros_like(x, dtype) for x in kv)
     return k, v
 
 

@@ -14,6 +14,7 @@ from ..backends import Backend
 from ..device import is_cpu, is_tpu
 from ..layouts import Array, Layout
 from ..masks import Visible
+from ..placement import varying_over
 from ..precision import Scores
 from .routes import ONE_WAY, Chunk, Counted, RingOrder, Route, Schedule
 
@@ -112,7 +113,8 @@ class Ring:
             shifts = jnp.minimum(shifts, self.size - shifts)
         ring = (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
         most = jnp.max(jnp.where(is_read, shifts, 0))
-        return lax.pmax(most, (*(ring or ()), *self.route.other_axes))
+        axes = *(ring or ()), *self.route.other_axes
+        return lax.pmax(varying_over(axes, most), axes)
 
     def barrier(self, arrays: Any, dq: Any = None) -> tuple[Any, Any]:
         """Returns both as they are, once all of them are computed."""

@@ -20,6 +20,8 @@ from kernels.backends.hopper.block_sizes import HopperBlocks
 from kernels.backends.tile_layout import BlockSizes
 from kernels.backends.tpu.block_sizes import TPU_FORWARD
 from kernels.backends.triton_gpu import launch as triton_gpu
+from kernels.backends.triton_gpu.block_sizes import TritonBlocks
+from tests.cases import table
 from tests.kernels.backend_suite import (
     BackendSuite,
     Groups,
@@ -247,3 +249,15 @@ class TestTriton(BackendSuite):
         OLD=triton_gpu.Launch(75, SMALL_BLOCKS, interpreted_call),
         NONE=triton_gpu.Launch(),
     )
+
+
+SIZES = {"BlockSizes": BlockSizes, "TPU": TPU_FORWARD["v5e"]}
+SIZES |= {"HOPPER": HopperBlocks(64, 2), "TRITON": TritonBlocks(64, 64, 4, 2)}
+
+
+@pytest.mark.parametrize(
+    "blocks, changes, words", table("kernels.txt", "blocks", **SIZES)
+)
+def test_sizes_that_no_kernel_has_are_refused(blocks, changes, words):
+    with pytest.raises(ValueError, match=words):
+        replace(blocks, **changes)

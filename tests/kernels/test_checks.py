@@ -1,6 +1,5 @@
 """Tests of arguments of attention: refused, or accepted in several forms."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,10 +9,6 @@ import pytest
 from jax.experimental import checkify
 
 from kernels import backends, masks
-from kernels.backends.hopper.launch import HopperBlocks
-from kernels.backends.tile_layout import BlockSizes
-from kernels.backends.tpu.block_sizes import TPU_FORWARD
-from kernels.backends.triton_gpu.block_sizes import TritonBlocks
 from kernels.checks import check_increasing
 from kernels.masks import Visible
 from kernels.one_device import attention
@@ -153,15 +148,3 @@ def test_scale_may_be_any_number_that_is_known(implementation):
 def test_scale_that_is_traced_is_refused():
     with pytest.raises(ValueError, match="scale must be one finite number.*known"):
         jax.jit(lambda scale: attention(X, X, X, scale=scale))(0.3)
-
-
-SIZES = {"BlockSizes": BlockSizes, "TPU": TPU_FORWARD["v5e"]}
-SIZES |= {"HOPPER": HopperBlocks(64, 2), "TRITON": TritonBlocks(64, 64, 4, 2)}
-
-
-@pytest.mark.parametrize(
-    "blocks, changes, words", table("kernels.txt", "blocks", **SIZES)
-)
-def test_sizes_that_no_kernel_has_are_refused(blocks, changes, words):
-    with pytest.raises(ValueError, match=words):
-        dataclasses.replace(blocks, **changes)

@@ -1,18 +1,20 @@
 """Tests of arguments of rings: axes, shards, bounds in layout order, padding."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels import masks
 from kernels.masks import Visible
 from kernels.one_device import attention
+from kernels.ring.routes import Counted
 from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.cases import table
 from tests.rings import ring_mesh
@@ -94,32 +96,50 @@ def local_ring(x, kind, **options):
     return jax.eval_shape(run, x)
 
 
-@pytest.mark.parametrize("options", [{"implementation": "blockwise"}, {}], ids=str)
-def test_a_shard_map_that_checks_how_values_vary_is_refused(options):
-    x = jnp.ones((1, 8, 2, 8))
-    with pytest.raises(ValueError, match="check_vma=False.*implementation='reference'"):
-        local_ring(x, layout.Striped(), **options)
-    local_ring(x, layout.Striped(), implementation="reference")  # needs no such
+def test_kernels_are_refused_where_a_shard_map_checks_how_values_vary():
+    x, backend = jnp.ones((1, 8, 2, 8)), SimpleNamespace(forward=None, backward=None)
+    with pytest.raises(ValueError, match="check_vma=False.*implementation='blockwise'"):
+        local_ring(x, layout.Striped(), implementation=backend)
 
 
-def test_a_shard_map_that_checks_how_values_vary_takes_sinks(rng):
-    x, sinks = (jnp.float32(rng.normal(size=shape)) for shape in ((1, 24, 4, 8), (4,)))
+@pytest.mark.parametrize(
+    "kind, implementation, route",
+    [
+        (AxisType.Auto, "blockwise", None),
+        (AxisType.Explicit, "blockwise", Counted(other_axes=("tensor",))),
+        (AxisType.Explicit, "reference", None),
+    ],
+    ids=str,
+)
+def test_a_shard_map_may_check_how_values_vary(kind, implementation, route, rng):
+    """Keys and values are the same on both devices of `tensor`: gradients add up."""
+    qkv = [rng.normal(size=(1, 24, heads, 8)) for heads in (4, 1, 1)]
+    *qkv, sinks = (jnp.float32(x) for x in (*qkv, rng.normal(size=4)))
+    devices, both = jax.devices()[:8], (kind, kind)
+    mesh = jax.make_mesh((4, 2), ("ring", "tensor"), both, devices=devices)
     bounds = [jnp.asarray(bound) for bound in masks.causal()(np.arange(24), 24)]
 
-    def local(x, sinks, *bounds):
-        more = {"layout": layout.Contiguous(), "implementation": "reference"}
-        return ring_attention(x, x, x, *bounds, axis_name="ring", sinks=sinks, **more)
+    def local(q, k, v, sinks, *bounds):
+        more = {"layout": layout.Contiguous(), "implementation": implementation}
+        more |= {"sinks": sinks, "route": route}
+        return ring_attention(q, k, v, *bounds, axis_name="ring", **more)
 
-    spec, mesh = P(None, "ring"), ring_mesh(4)
-    specs = spec, P(), spec, spec
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec)
+    heads, bound = P(None, "ring", "tensor"), P(None, "ring")
+    specs = heads, bound, bound, P("tensor"), bound, bound
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads)
 
-    def gradient(attend):
-        return jax.jit(jax.grad(lambda sinks: jnp.sum(attend(sinks) ** 2)))(sinks)
+    def gradients(attend, *operands):
+        squares = jax.grad(lambda *qkv: jnp.sum(attend(*qkv) ** 2), (0, 1, 2, 3))
+        return jax.jit(squares)(*operands)
 
-    want = gradient(lambda sinks: attention(x, x, x, sinks=sinks))
-    got = gradient(lambda sinks: sharded(x, sinks, *bounds))
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    want = gradients(lambda *qkv: attention(*qkv[:3], sinks=qkv[3]), *qkv, sinks)
+    operands = [*qkv, sinks, *bounds]
+    placed = (NamedSharding(mesh, spec) for spec in specs)
+    *operands, k_start, k_end = map(jax.device_put, operands, placed)
+    with jax.set_mesh(mesh):
+        got = gradients(lambda *qkv: mapped(*qkv, k_start, k_end), *operands)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_local_shards_that_the_layout_does_not_have_are_refused():

@@ -7,7 +7,6 @@ An exponent is one fused multiply-add of a score, the scale and the maximum, so 
 off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 overflow.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...device import device_kind
+from ...device import device_kind, is_hopper
 from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E, Scores, exponent_factors, forward_factors
@@ -30,9 +29,6 @@ from .backward_tile import BackwardTile
 from .block_sizes import BACKWARD, BACKWARD_DQ, FORWARD, HopperBlocks, checked_blocks
 from .emulation import EmulatedOps
 from .shared import BLOCK_Q, ROWS, NativeOps
-
-HOPPER = re.compile(r"NVIDIA G?H\d")
-"""Kinds of device: H100, H200, H20, GH200 …"""
 
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 """Types of operands that the kernels multiply."""
@@ -271,7 +267,7 @@ def _pairs(live: TileRanges, full: TileRanges) -> Iterator[jax.Array]:
 
 def _checked_head_size(q: jax.Array, interpret: plgpu.InterpretGPUParams | None) -> int:
     """Returns the head size, at least that of q, that there are kernels for."""
-    if interpret is None and not HOPPER.match(device_kind()):
+    if interpret is None and not is_hopper(device_kind()):
         raise NotImplementedError(
             "hopper needs an H100 or H200 GPU, or a mesh that describes one, got "
             f"{device_kind()!r}: name another implementation, or none"
