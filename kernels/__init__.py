@@ -32,6 +32,7 @@ from .masks import (
 from .trees import tree
 
 if TYPE_CHECKING:
+    from .batches import Batch, shard_batch
     from .cost.choice import choose_layout
     from .decode_attention import CachedAttention
     from .one_device import attention, attention_with_lse
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .ring_attention import make_ring_attention, ring_attention
 
 __all__ = [
+    "Batch",
     "CachedAttention",
     "Contiguous",
     "Layout",
@@ -63,6 +65,7 @@ __all__ = [
     "ring_attention",
     "ring_devices",
     "segments",
+    "shard_batch",
     "tree",
     "unpermute",
     "window",
@@ -70,6 +73,7 @@ __all__ = [
 
 # Imported when they are first used: data workers need masks and layouts, not Pallas.
 _LAZY = {
+    "Batch": ".batches",
     "CachedAttention": ".decode_attention",
     "choose_layout": ".cost.choice",
     "attention": ".one_device",
@@ -77,6 +81,7 @@ _LAZY = {
     "make_ring_attention": ".ring_attention",
     "ring_attention": ".ring_attention",
     "ring_devices": ".ring.slices",
+    "shard_batch": ".batches",
 }
 
 
