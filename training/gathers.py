@@ -1,7 +1,7 @@
 """Gathers of parameters' shards, and scatters of their gradients, over mesh axes.
 
 A scatter can be permutes, from neighbour to neighbour: they run beside products, where
-XLA for v4 and v5e waits for every reduce-scatter.
+XLA for v4 and v5e waits for every reduce-scatter. Gathers it hides as they are.
 """
 
 import functools
@@ -22,7 +22,7 @@ SUBLANES = 8
 """Rows that a TPU stores together: arrays are padded to a multiple of these."""
 
 SCOPE = "parameters"
-"""Name in a program of permutes of parameters, apart from those of a ring."""
+"""Name in a program of permutes of gradients, apart from those of a ring."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Way:
 
     stages: scattered one after another; gathers go the other way.
     axis: of the parameter, along which it is sharded. dtype: in which it travels.
-    permutes: whether it travels in permutes, which run beside products.
+    permutes: whether gradients travel in permutes, which run beside products.
     """
 
     stages: Stages
@@ -43,12 +43,9 @@ class Way:
         """Gathers a parameter, rounded before it travels."""
         whole = shard.astype(self.dtype)
         for name, groups in reversed(self.stages):
-            if self.permutes:
-                whole = _gather_by_permutes(whole, self.axis, Line(name, groups))
-            else:
-                whole = lax.all_gather(
-                    whole, name, axis=self.axis, axis_index_groups=groups, tiled=True
-                )
+            whole = lax.all_gather(
+                whole, name, axis=self.axis, axis_index_groups=groups, tiled=True
+            )
         return whole
 
     def scatter(self, gradient: jax.Array, done: int = 0) -> jax.Array:
@@ -80,9 +77,7 @@ gather.defvjp(
 def multiply(x: jax.Array, shard: jax.Array, way: Way, inputs: int) -> jax.Array:
     """Multiplies x with a parameter, over its first axes and the last of x.
 
-    Its gradient travels between pieces of the products that make it and x's: in each
-    step what is sent and what is computed wait for each other, as XLA would compute all
-    of the gradient before it is sent.
+    Its gradient travels beside pieces of the products that make it and x's.
 
     shard: of the parameter. inputs: the axes that are summed over.
     """
@@ -104,19 +99,16 @@ def _backward(way, inputs, residuals, dy):
     line = Line(*way.stages[0])
     side = int(way.axis >= inputs)  # of the operands, the one that is cut
     along = 1 + way.axis - side * inputs
-    rows = -(-len(operands[0]) // line.rounds)
+    rows = -(-len(operands[0]) // (line.size // 2))
 
-    def compute(operands: Sequence[jax.Array], distances: Sequence[int], number: int):
-        """Returns the gradient's parts for devices, and some rows of x's gradient."""
+    def compute(operands: Sequence[jax.Array], distance: int, number: int):
+        """Returns a device's part of the gradient; of x's, rows every second time."""
         pair = list(operands)
-        cut = [line.part(pair[side], along, d) for d in distances]
-        pair[side] = jnp.concatenate(cut, along)
-        parts = jnp.tensordot(*pair, (0, 0), preferred_element_type=jnp.float32)
-        dy = operands[1][number * rows :][: rows * (number >= 0)]
+        pair[side] = line.part(pair[side], along, distance)
+        part = jnp.tensordot(*pair, (0, 0), preferred_element_type=jnp.float32)
+        dy = operands[1][number // 2 * rows :][: rows * (number % 2)]
         axes = [*range(1, dy.ndim)], [*range(inputs, whole.ndim)]
-        return jnp.split(parts, len(distances), way.axis), jnp.tensordot(
-            dy, whole, axes
-        )
+        return part, jnp.tensordot(dy, whole, axes)
 
     gradient, dx = _reduce(operands, compute, line, is_held=True)
     dx = jnp.concatenate(dx).reshape(x.shape).astype(x.dtype)
@@ -140,8 +132,6 @@ class Line:
         if groups:
             ranks = {i: rank for line in groups for rank, i in enumerate(line)}
             self.number = jnp.array([ranks[i] for i in sorted(ranks)])[self.number]
-        self.reach = {1: self.size // 2, -1: (self.size - 1) // 2}
-        self.rounds = self.reach[1]
 
     def send(self, x: jax.Array, sign: int) -> jax.Array:
         """Hands x on to the next device, or to the one before (sign -1)."""
@@ -165,51 +155,36 @@ def _reduce(
 ) -> tuple[jax.Array, list]:
     """Sums what devices compute for each other, on its way from one to the next.
 
-    compute: (operands, distances, number of the round or -1) to the parts of devices
-      there, and something else to compute beside the transfers of a round.
-    is_held: whether transfers and computations of a round wait for each other, as XLA
-      would compute all before the first transfer.
+    Sums go forwards and backwards in turn, so that each is on its way while one that
+    goes the other way is computed; the addition is a part of the product.
+
+    compute: (operands, distance, number of the part) to the part of the device there,
+      and something else to compute beside the transfers.
+    is_held: whether a part is computed after the one before, as XLA would compute all
+      before the first transfer.
 
     Returns:
-      This device's sum, and what else was computed, by round.
+      This device's sum, and what else was computed, by part.
     """
     hold = lax.optimization_barrier if is_held else lambda x: x
-    signs = [sign for sign, reach in line.reach.items() if reach]
-    parts, _ = compute(operands, [sign * line.reach[sign] for sign in signs], -1)
-    sent, arrived, others = dict(zip(signs, parts, strict=True)), [], []
-    for number in range(line.rounds):
-        operands, sent = hold((operands, sent))
-        moved = {sign: line.send(x, sign) for sign, x in sent.items()}
-        left = {sign: line.reach[sign] - number - 1 for sign in sent}
-        arrived += [moved.pop(sign) for sign, rest in left.items() if not rest]
-        wanted = [sign * left[sign] for sign in moved] or [0]
-        computed = compute(operands, wanted, number)
-        moved, arrived, (parts, other) = hold((moved, arrived, computed))
-        sent = {s: x + y for (s, x), y in zip(moved.items(), parts, strict=False)}
+    arrived, others = dict[int, jax.Array](), []
+    for number, left in enumerate(range(line.size - 1, 0, -1)):
+        sign = 1 if left % 2 else -1
+        total, other = compute(operands, sign * ((left + 1) // 2), number)
+        operands, total, other = hold((operands, total + arrived.pop(sign, 0), other))
+        arrived[sign] = line.send(total, sign)
         others.append(other)
-    return sum(arrived, *parts), others
+    own, other = compute(operands, 0, line.size - 1)
+    return sum(arrived.values(), own), [*others, other]
 
 
 def _scatter_by_permutes(x: jax.Array, axis: int, line: Line) -> jax.Array:
     """Sums x over devices in permutes; returns this device's part along an axis."""
 
-    def compute(x: jax.Array, distances: Sequence[int], _: int) -> tuple[list, None]:
-        return [line.part(x, axis, d) for d in distances], None
+    def compute(x: jax.Array, distance: int, _: int) -> tuple[jax.Array, None]:
+        return line.part(x, axis, distance), None
 
     return _reduce(x, compute, line, is_held=False)[0]
-
-
-def _gather_by_permutes(shard: jax.Array, axis: int, line: Line) -> jax.Array:
-    """Gathers shards along an axis in permutes."""
-    rows = shard.shape[axis]
-    whole = jnp.concatenate([shard] * line.size, axis)
-    for sign, count in line.reach.items():
-        part = shard
-        for step in range(1, count + 1):
-            part = line.send(part, sign)
-            place = (line.number - sign * step) % line.size * rows
-            whole = lax.dynamic_update_slice_in_dim(whole, part, place, axis)
-    return whole
 
 
 def _scatter(x: jax.Array, axis: int, name: str, groups: Groups | None) -> jax.Array:

@@ -150,7 +150,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
 class Partition:
     """Places arrays on a mesh by the names of their axes.
 
-    permutes: whether parameters travel in permutes from neighbour to neighbour.
+    permutes: whether gradients are scattered in permutes between neighbours.
     """
 
     mesh: Mesh

@@ -8,18 +8,19 @@ OFFLOADS = tuple(
 )
 
 
+PERMUTED = "TPU v4", "TPU v5e"
+"""Chips whose scatters are waited for, and beside whose products permutes run."""
+
 PERMUTES_FROM = 3072
-"""Tokens of a device from which products outlast their parameters' permutes."""
+"""Tokens of a device from which products outlast their gradients' permutes."""
 
 
 def permutes_hide(chip: Chip | None, tokens: int) -> bool:
-    """Returns whether parameters should travel in permutes, beside products.
+    """Returns whether gradients should be scattered in permutes, beside products.
 
-    On a v5e, whose scatters are waited for. So are those of a v4, of which no whole
-    step with permutes between products has been counted.
     tokens: of a microbatch on a device.
     """
-    return chip is not None and chip.name == "TPU v5e" and tokens >= PERMUTES_FROM
+    return chip is not None and chip.name in PERMUTED and tokens >= PERMUTES_FROM
 
 
 def parameter_options(chip: Chip | None) -> dict[str, str]:

@@ -84,7 +84,7 @@ class Run:
     """A model, its loss, and their gradients for `rows`.
 
     Its hidden size of 36 divides over a ring of 4, but not over fsdp 2 x ring 4.
-    permutes: whether its parameters travel in permutes.
+    permutes: whether its gradients are scattered in permutes.
     """
 
     def __init__(
