@@ -11,23 +11,24 @@ best action of every step. Kinds of records are
     exploration   walks from cell to cell, drawn evenly; a tenth to the goal, with any
                   share of chance: for Decision-Pretrained Transformers
     history       of each goal what a learner would have done: walks to any cells at
-                  first, to the goal alone after 90 % of the episodes: for Algorithm
-                  Distillation
+                  first, to the goal alone after 90 % of the episodes: for imitators
+    learning      of each goal what tabular Q-learning did, from nothing on: for
+                  Algorithm Distillation
 
 The same seed makes the same files.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from data.agents.dark_room import ROOMS, one_hot, record
+from data.agents.dark_room import ROOMS, DarkRoom, Recorded, learn, one_hot, record
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program, at_least
 
-KINDS = ("exploration", "history")
+KINDS = ("exploration", "history", "learning")
 STEPS = 30_000
 """Of each goal, where the number of episodes is not given."""
 LEARNT_BY = 0.9
@@ -48,19 +49,31 @@ def make(
     room, rng = ROOMS[room_name], np.random.default_rng(seed)
     about = {"domain": "dark_room", "task": room_name, "recorded": kind, "seed": seed}
     about["worlds_described"] = [{"goal": goal.tolist()} for goal in room.goals]
+    with TrajectoryWriter(directory, about) as writer:
+        for worlds, recorded in _recorded(room, kind, episodes, rng):
+            for world, *steps in zip(worlds, *recorded, strict=True):
+                seen, (done, best) = room.observe(steps[0]), map(one_hot, steps[1:3])
+                writer.write(seen, done, steps[3], target=best, world=world)
+    return TrajectoryFile.open(directory)
+
+
+def _recorded(
+    room: DarkRoom, kind: str, episodes: int, rng: np.random.Generator
+) -> Iterator[tuple[np.ndarray, Recorded]]:
+    """Yields some episodes, and their worlds; those of a world in their order."""
+    worlds = np.arange(len(room.goals))
+    if kind == "learning":
+        for recorded in learn(room, room.goals, episodes, rng):
+            yield worlds, recorded
+        return
     progress = np.minimum(np.arange(episodes) / (LEARNT_BY * (episodes - 1)), 1)
     strays, epsilon = 1 - progress, np.zeros(episodes)
-    with TrajectoryWriter(directory, about) as writer:
-        for world, goal in enumerate(room.goals):
-            if kind == "exploration":
-                strays = (rng.random(episodes) >= KNOWING).astype(float)
-                epsilon = rng.random(episodes)
-            goals = np.repeat(goal[None], episodes, axis=0)
-            recorded = record(room, goals, strays, epsilon, rng)
-            for places, actions, best, rewards in zip(*recorded, strict=True):
-                seen, done = room.observe(places), one_hot(actions)
-                writer.write(seen, done, rewards, target=one_hot(best), world=world)
-    return TrajectoryFile.open(directory)
+    for world in worlds:
+        if kind == "exploration":
+            strays = (rng.random(episodes) >= KNOWING).astype(float)
+            epsilon = rng.random(episodes)
+        of_all = np.full(episodes, world)
+        yield of_all, record(room, room.goals[of_all], strays, epsilon, rng)
 
 
 @as_program

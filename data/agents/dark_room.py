@@ -7,11 +7,14 @@ AD-eps (2312.12275).
 Places are int (…, 2), row and column. Actions are numbers of `MOVES`, or one-hot.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+EXPLORED, DISCOUNT, RATE = 0.1, 0.95, 0.3
+"""Of Q-learning: the most actions that are drawn, the discount, the learning rate."""
 MOVES = np.array([[0, 0], [0, 1], [1, 0], [0, -1], [-1, 0]])
 """Stay, right, down, left, up; walls hold."""
 
@@ -87,6 +90,34 @@ class Recorded(NamedTuple):
     actions: np.ndarray
     best_actions: np.ndarray
     rewards: np.ndarray
+
+
+def learn(
+    room: DarkRoom, goals: np.ndarray, episodes: int, rng: np.random.Generator
+) -> Iterator[Recorded]:
+    """Yields the episodes of tabular Q-learning (Watkins, 1989), from nothing on.
+
+    One learner for each of E goals (E, 2). Values begin at the most that a step gives,
+    so that what was not tried is tried first.
+    """
+    rows = np.arange(len(goals))
+    values = np.ones((len(goals), room.size, room.size, len(MOVES)))
+    for episode in range(episodes):
+        places, steps = np.broadcast_to(np.array(room.start), goals.shape), []
+        chance = EXPLORED * max(0, 1 - 2 * episode / episodes)
+        for _ in range(room.steps):
+            here = rows, *places.T
+            # Of equal ones, any.
+            greedy = (values[here] + 1e-6 * rng.random((1, len(MOVES)))).argmax(axis=1)
+            drawn = rng.integers(len(MOVES), size=len(goals))
+            actions = np.where(rng.random(len(goals)) < chance, drawn, greedy)
+            nexts = room.move(places, actions)
+            reached = (nexts == goals).all(axis=-1)
+            aim = (1 - DISCOUNT) * reached + DISCOUNT * values[(rows, *nexts.T)].max(1)
+            values[(*here, actions)] += RATE * (aim - values[(*here, actions)])
+            steps.append((places, actions, room.best_actions(places, goals), reached))
+            places = nexts
+        yield Recorded(*(np.stack(part, axis=1) for part in zip(*steps, strict=True)))
 
 
 def record(
