@@ -22,7 +22,9 @@ import ml_collections
 from configs.agents import learns_in_context
 
 _TASKS = ("point_mass/goals", "cheetah/speeds")
-_NAMES = [f"{task}/{agent}" for task in _TASKS for agent in ("ad", "at", "dt", "bc")]
+_NAMES = [
+    f"{task}/{agent}" for task in _TASKS for agent in ("dpt", "ad", "at", "dt", "bc")
+]
 
 
 def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
@@ -35,7 +37,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     domain, task, agent = name.split("/")
     # 1000 steps of the environment, twenty at a time.
-    config = learns_in_context(agent, steps=50, episodes=16)
+    config = learns_in_context(agent, steps=20, episodes=8)
     config.workdir = f"runs/icrl_tasks/{name}"
     # Who does what explorers did has to explore as they did, and not as their mean.
     config.agent.action_kind = "binned"

@@ -242,19 +242,19 @@ class Agent(Decoder):
 def read(
     agent: Agent,
     steps: Steps,
-    count: int,
+    count: jax.Array,
     cache: Cache,
     attend: Attend,
     operations: CacheOperations,
 ) -> Cache:
     """Returns an empty cache filled with steps (B, S), which are over, for `act`.
 
-    steps: in layout order. count: of them without padding.
+    steps: in layout order. count: int32 (B,), of each row's without padding.
     attend: attention of the tokens to themselves, under `visible`.
     """
     tokens = agent.config.step_tokens
     # What came of the last step comes with the next one.
-    known = tokens * count - (tokens - ACTION if tokens > 1 else 0)
+    known = tokens * count[:, None] - (tokens - ACTION if tokens > 1 else 0)
     index = agent.token_index(steps.positions)
     real = index < known
     # Bounds may not fall: padding sees all that is real, and is not kept.
@@ -273,8 +273,8 @@ def act(
     agent: in a `StationaryPartition`.
     steps: the step before, with its action, reward and completion, and the present one,
       whose action and reward are not read: (B, 2) each. A row at its first step has
-      none before it, at position -1. Where a step is one token, the present one, which
-      has them: (B, 1).
+      none before it, at position -1, and one that waits neither. Where
+      a step is one token, the present one, which has them: (B, 1).
     cache: of all tokens up to the state of the step before; gets those up to the
       present one.
     """

@@ -41,6 +41,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-transitions", default=exorl.MAX_TRANSITIONS, type=at_least(1), help=most)
     held = f"steps that actions were held for, which become one {default}"
     add("--action-repeat", default=1, type=at_least(1), help=held)
+    piece = f"steps, packed, of the pieces that an episode is cut into {default}: none"
+    add("--piece", default=0, type=at_least(0), help=piece)
     worlds = f"tasks to draw of a family {default}"
     add("--worlds", default=100, type=at_least(2), help=worlds)
     add("--seed", default=0, type=at_least(0), help=f"of what is drawn {default}")

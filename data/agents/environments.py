@@ -36,8 +36,10 @@ JACO_SECONDS = 10.0
 UNSEEN_IN_PHYSICS = "joints_torque"
 
 
-GOAL_RADIUS, GOAL_MARGIN, FARTHEST_GOAL = 0.03, 0.15, 0.25
+GOAL_RADIUS, GOAL_MARGIN, FARTHEST_GOAL = 0.03, 0.07, 0.25
 """Metres, of a point mass between walls 0.3 from the middle."""
+NEAR_GOAL, BRAKING = 0.1, 0.3
+"""Metres at which one slows down who knows the goal, and seconds it looks ahead."""
 SPEED_MARGIN, FASTEST = 0.5, 1.0
 """Metres a second, of a cheetah that noise moves."""
 
@@ -46,6 +48,11 @@ def _goal_rewards(physics: Any, goals: np.ndarray) -> np.ndarray:
     place = physics.named.data.geom_xpos["pointmass", :2]
     far = np.linalg.norm(goals - place, axis=-1) - GOAL_RADIUS
     return np.clip(1 - far / GOAL_MARGIN, 0, 1)
+
+
+def _way_to_goals(observations: np.ndarray, goals: np.ndarray) -> np.ndarray:
+    places, velocities = np.split(observations, 2, axis=-1)
+    return np.clip((goals - places - BRAKING * velocities) / NEAR_GOAL, -1, 1)
 
 
 def _speed_rewards(physics: Any, speeds: np.ndarray) -> np.ndarray:
@@ -59,16 +66,21 @@ class Family(NamedTuple):
     base: task of the suite that all else is of. largest: float (k,), targets are drawn
       evenly between these and their negatives.
     rewards: from the simulator and targets (W, k) to their rewards (W,).
+    best: from observations (..., size) and targets (..., k) to good actions (..., A);
+      None where nobody knows them.
     """
 
     base: str
     largest: tuple[float, ...]
     rewards: Callable[[Any, np.ndarray], np.ndarray]
+    best: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
 
 
 FAMILIES = {
     ("cheetah", "speeds"): Family("run", (FASTEST,), _speed_rewards),
-    ("point_mass", "goals"): Family("easy", (FARTHEST_GOAL,) * 2, _goal_rewards),
+    ("point_mass", "goals"): Family(
+        "easy", (FARTHEST_GOAL,) * 2, _goal_rewards, _way_to_goals
+    ),
 }
 """Rewards fall from 1 to 0 with the distance from a goal, or from a speed forward."""
 

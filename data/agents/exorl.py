@@ -41,6 +41,8 @@ class Selection:
       they have no more steps than this, and one at least.
     action_repeat: steps of the environment that are packed as one, whose reward is
       their sum; their actions must be equal.
+    piece: packed steps of the pieces that episodes are cut into, each an episode of its
+      own; what is left over is not packed. 0: whole episodes.
     worlds, seed: how many targets of a family of tasks are drawn, and by which seed.
     """
 
@@ -48,6 +50,7 @@ class Selection:
     on_bad: str = "error"
     max_transitions: int = MAX_TRANSITIONS
     action_repeat: int = 1
+    piece: int = 0
     worlds: int = 100
     seed: int = 0
 
@@ -94,7 +97,8 @@ def pack(
         ]
         for episode, rewards in files.read(environments):
             for writer, of_task in zip(writers, rewards, strict=True):
-                writer.write(*_joined(episode, of_task, selection.action_repeat))
+                for piece in _joined(episode, of_task, selection):
+                    writer.write(*piece)
                 stored = np.abs(of_task - episode.reward[1:, 0]).max()
                 difference = "largest_difference_from_stored"
                 writer.about[difference] = max(writer.about[difference], float(stored))
@@ -229,12 +233,16 @@ def _check_repeats(episode: Episode, action_repeat: int) -> None:
 
 
 def _joined(
-    episode: Episode, rewards: np.ndarray, action_repeat: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns observations, actions and rewards, one for each action that is held."""
-    first = np.arange(0, episode.steps, action_repeat)
+    episode: Episode, rewards: np.ndarray, selection: Selection
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields observations, actions and rewards of pieces, one for each held action."""
+    first = np.arange(0, episode.steps, selection.action_repeat)
     rewards = np.add.reduceat(rewards, first, axis=1)  # (W, steps)
-    return episode.observation[first], episode.action[1:][first], rewards
+    steps = selection.piece or len(first)
+    for start in range(0, len(first) - steps + 1, steps):
+        piece = slice(start, start + steps)
+        rows = first[piece]
+        yield episode.observation[rows], episode.action[1:][rows], rewards[:, piece]
 
 
 def _rewards(

@@ -21,12 +21,13 @@ the first world, those of the second, and so on.
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from data.agents.environments import FAMILIES, Family
 from data.json_text import is_number
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
 
@@ -145,7 +146,22 @@ class TrajectoryFile:
         begins, ends = offsets[episodes], offsets[episodes + 1]
         there = count * begins + worlds * (ends - begins) + rows - begins
         rewards = self.rewards.take(there)[..., None]
-        return np.concatenate([self.steps.take(rows), rewards], axis=-1)
+        steps = [self.steps.take(rows)]
+        if (family := self.family) and family.best:
+            seen = steps[0][..., : self.observation_size]
+            steps.append(family.best(seen, self.targets[worlds]).astype(np.float32))
+        return np.concatenate([*steps, rewards], axis=-1)
+
+    @cached_property
+    def family(self) -> Family | None:
+        """The family of tasks that the worlds are of; None of one task."""
+        return FAMILIES.get((self.index.get("domain"), self.index.get("task")))
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        """Targets of a family's worlds, float64 (worlds, k)."""
+        described = self.index["worlds_described"]
+        return np.array([world["target"] for world in described])
 
     @property
     def lengths(self) -> np.ndarray:
@@ -163,6 +179,8 @@ class TrajectoryFile:
     @property
     def has_targets(self) -> bool:
         """Whether the steps say what should have been done there."""
+        if self.family and self.family.best:
+            return True
         return self.index.get("has_targets", False)
 
     @property

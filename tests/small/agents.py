@@ -45,7 +45,8 @@ def config_of(**overrides: Any) -> ConfigDict:
 def make_trajectories(directory: Path, episodes: int = 12) -> TrajectoryFile:
     """Packed episodes of random numbers, each of EPISODE_STEPS."""
     rng = np.random.default_rng(4)
-    with TrajectoryWriter(directory / "trajectories", {"action_repeat": 2}) as writer:
+    about = {"domain": "made_up", "task": "any", "action_repeat": 2}
+    with TrajectoryWriter(directory / "trajectories", about) as writer:
         for _ in range(episodes):
             writer.write(
                 rng.normal(3, 2, (EPISODE_STEPS, OBSERVATION_SIZE)),

@@ -19,8 +19,8 @@ from tests.small.agents import (
 )
 from tools.lib.exorl import agents as actors
 from tools.lib.exorl.agents import Choice, actor
+from tools.lib.exorl.contexts import Context
 from tools.lib.exorl.play import Play
-from tools.lib.exorl.scenes import Outcome, Recording
 from training.mesh import MeshShape
 
 TARGET = 5.0
@@ -29,20 +29,32 @@ SECOND = slice(EPISODE_STEPS, 2 * EPISODE_STEPS)
 
 
 class Toy:
-    """Rows whose observations follow from the actions; an episode's number seeds it."""
+    """Rows whose observations follow from the actions.
 
-    def begin(self, number):
-        self._rng = np.random.default_rng(number)
+    lengths: steps of each row's episodes, by their seed; others have EPISODE_STEPS.
+    """
+
+    def __init__(self, lengths=None):
+        self._lengths = lengths or {}
+
+    def reset(self, *, seed):
+        self._rng = np.random.default_rng(seed)
         self._observations = self._rng.normal(3, 2, (ROWS, OBSERVATION_SIZE))
-        self._steps = 0
-        return self._observations
+        self._left = np.array(self._lengths.get(seed[0], [EPISODE_STEPS] * ROWS))
+        return self._observations, {}
 
     def step(self, actions):
-        self._steps += 1
+        self._left -= 1
         self._observations = 0.5 * self._observations + actions.sum(axis=1)[:, None]
         rewards = self._rng.uniform(size=ROWS) + np.square(actions).mean(axis=1)
-        last = self._steps == EPISODE_STEPS
-        return Outcome(self._observations, actions, rewards, last)
+        never = np.zeros(ROWS, bool)
+        return self._observations, rewards, self._left <= 0, never, {}
+
+
+def episodes(*numbers, lengths=None):
+    """Episodes of these seeds in one scene."""
+    toy = Toy(lengths)
+    return [(toy, np.full(ROWS, number)) for number in numbers]
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +86,10 @@ class Played(NamedTuple):
     steps: ChainBatch
 
 
-def played(agent, file, forgets="nothing", scenes=None, prompt=0, window=None):
-    scenes = scenes or [(Toy(), 0), (Toy(), 1)]
-    play = Play(agent, file, TARGET, window)
-    return Played(play.play(scenes, forgets, prompt), play.steps())
+def played(agent, file, forgets="nothing", scenes=None, window=None, **options):
+    context = Context(scenes or episodes(0, 1), forgets=forgets, **options)
+    play = Play(agent, file, np.full(ROWS, TARGET), window)
+    return Played(play.play(context), play.steps())
 
 
 def part_of(steps, part):
@@ -103,17 +115,21 @@ def whole_forward(steps, **overrides):
     return one.actions(padded)[:, :length]
 
 
-def assert_as_the_whole_forward(steps, fields, part=slice(None)):
-    """What was acted with a cache is what the model predicts of all steps at once."""
+def assert_as_the_whole_forward(steps, fields, part=slice(None), is_short=False):
+    """What was acted with a cache is what the model predicts of all steps at once.
+
+    is_short: whether there are too few steps to say that they differ.
+    """
     acted = steps.actions[:, part]
     if not fields:
         want = whole_forward(steps)[:, part]
         np.testing.assert_allclose(acted, want, atol=1e-4)
-        assert np.abs(want).max() > 0.3 and want.std() > 0.1
+        assert is_short or (np.abs(want).max() > 0.3 and want.std() > 0.1)
         return
     logits = whole_forward(of_step_before(steps), **fields)[:, part]
     np.testing.assert_array_equal(acted.argmax(-1), logits.argmax(-1))
-    assert (acted.sum(axis=-1) == 1).all() and 0.2 < acted[..., 0].mean() < 0.8
+    assert (acted.sum(axis=-1) == 1).all()
+    assert is_short or 0.2 < acted[..., 0].mean() < 0.8
     margin = np.abs(logits[..., 0] - logits[..., 1])
     assert np.median(margin) > 1e-2  # so that the cache's error would not show
 
@@ -167,8 +183,8 @@ def kept(predicted, result):
 
 
 def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
-    alone = played(one_token, file, scenes=[(Toy(), 1)]).steps.actions
-    outcome = played(one_token, file, prompt=1)
+    alone = played(one_token, file, scenes=episodes(1)).steps.actions
+    outcome = played(one_token, file, drawn=1)
     drawn, own = np.split(outcome.steps.actions, 2, axis=1)
     assert 0.1 < drawn[..., 0].mean() < 0.9
     assert outcome.returns.shape == (ROWS, 2) and (own != alone).any()
@@ -181,8 +197,7 @@ def test_a_window_holds_the_last_episodes_as_if_they_were_all(
 ):
     """Positions and ranks begin again: agents that read them can act on and on."""
     acts = one_token if KINDS[kind] else agent
-    scenes = [(Toy(), number) for number in range(4)]
-    returns, steps = played(acts, file, scenes=scenes, window=2)
+    returns, steps = played(acts, file, scenes=episodes(*range(4)), window=2)
     assert returns.shape == (ROWS, 4)
     assert steps.ranks[0].tolist() == [0] * EPISODE_STEPS + [1] * EPISODE_STEPS
     assert steps.positions[0].tolist() == list(range(2 * EPISODE_STEPS))
@@ -270,26 +285,34 @@ def test_the_record_is_a_chain(agent, file):
     marks = steps.completions.reshape(had.shape)
     np.testing.assert_array_equal(marks[..., -1], reached)
     assert not marks[..., :-1].any()
-    standard = standardised(file, Toy().begin(0))
+    standard = standardised(file, Toy().reset(seed=[0] * ROWS)[0])
     np.testing.assert_allclose(steps.observations[:, 0], standard, rtol=1e-5)
 
 
-def test_recorded_episodes_go_as_they_went_and_are_seen(agent, file, tmp_path):
-    def with_context(number):
-        recording = Recording(file, np.full((ROWS, 1), number))
-        return played(agent, file, scenes=[(recording, 0), (Toy(), 1)])
-
-    outcome = with_context(3)
-    recorded = file.steps[:][slice(*file.offsets[3:5]), OBSERVATION_SIZE:-1]
-    for actions in outcome.steps.actions[:, FIRST]:
-        np.testing.assert_array_equal(actions, recorded)
-    assert outcome.returns[:, 0] == pytest.approx([file.returns[3]] * ROWS)
-    other = with_context(4).steps.actions[:, SECOND]
-    assert np.abs(other - outcome.steps.actions[:, SECOND]).max() > 1e-3
-    uneven = agents.make_trajectories(tmp_path)
-    uneven.offsets[1] -= 1
-    with pytest.raises(ValueError, match="different lengths"):
-        Recording(uneven, np.array([[0], [1]])).begin(0)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompt", [{}, {"drawn": 1}, {"window": 2}], ids=str)
+def test_episodes_that_end_early_leave_rows_as_if_they_had_been_alone(
+    agent, one_token, file, kind, prompt
+):
+    """Rows wait for the others' episodes, and see nothing of that."""
+    lengths = {0: [1, EPISODE_STEPS], 1: [EPISODE_STEPS, 2], 2: [2, 3]}
+    acts = one_token if KINDS[kind] else agent
+    numbers = (0, 1, 2) if "window" in prompt else (0, 1)
+    scenes = episodes(*numbers, lengths=lengths)
+    returns, steps = played(acts, file, scenes=scenes, **prompt)
+    there = steps.loss_weights > 0
+    expected = np.sum([lengths[number] for number in numbers[-2:]], axis=0)
+    np.testing.assert_array_equal(there.sum(axis=1), expected)
+    assert (np.diff(there, axis=1) == 0).sum() >= there.size - 2 * ROWS
+    begins = (steps.timesteps == 0) & there
+    assert begins.sum(axis=1).tolist() == [2] * ROWS and begins[:, 0].all()
+    kept = np.where(there, steps.rewards, 0).sum(axis=1)
+    np.testing.assert_allclose(kept, returns[:, -2:].sum(axis=1), rtol=1e-5)
+    for row, count in enumerate(expected):
+        part = slice(lengths[numbers[-2]][row] if prompt else 0, count)
+        one = jax.tree.map(lambda x, row=row: x[[row] * ROWS], steps)
+        assert_as_the_whole_forward(one, KINDS[kind], part, is_short=True)
 
 
 def test_a_perceptron_acts_alike_in_every_context(file):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.agents.dark_room import MOVES, ROOMS, record
+from data.agents.dark_room import MOVES, ROOMS, learn, record
 from data.agents.environments import Environment
 from data.agents.episodes import BadEpisode, read_episode
 from data.agents.exorl import Selection, computed_rewards, pack
@@ -94,6 +94,11 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
     np.testing.assert_array_equal(eight.steps[:][:, :-1], one.steps[:][::8, :-1])
     actions = one.steps[:][:, 5].reshape(-1, 8)
     assert (actions == actions[:, :1]).all() and (np.diff(actions[:, 0]) != 0).any()
+    pieces = Selection(action_repeat=8, piece=50)
+    (cut,) = pack(few, ["swingup"], tmp_path / "cut", pieces)
+    assert cut.lengths.tolist() == [50] * 6  # of 125 steps 25 are left over
+    whole = eight.steps[:].reshape(3, 125, -1)[:, :100]
+    np.testing.assert_array_equal(cut.steps[:], whole.reshape(300, -1))
     with pytest.raises(BadEpisode, match="action 9 differs .* action_repeat=3"):
         pack(few, ["swingup"], tmp_path / "three", Selection(action_repeat=3))
 
@@ -171,6 +176,22 @@ def test_files_of_rooms_have_worlds_targets_and_histories_that_rise(tmp_path):
     moved = row[:, 1:].argmax(axis=-1) - row[:, :-1].argmax(axis=-1)
     assert (moved[goes_down] >= 0).all() and (moved[goes_down] == 1).any()
     np.testing.assert_array_equal(action[29::30], best[29::30])
+
+
+def test_a_learner_finds_every_goal_and_then_goes_there(tmp_path):
+    room, rng = ROOMS["9x9"], np.random.default_rng(0)
+    learnt = [episode.rewards for episode in learn(room, room.goals, 300, rng)]
+    returns = np.stack(learnt, axis=1).sum(axis=-1)  # (E, episodes)
+    best = room.best_return(room.goals)
+    assert returns[:, :5].mean() < 1.5 and 4 < returns[:, 50:100].mean() < 12
+    assert returns[:, -10:].any(axis=1).all()
+    assert returns[:, -10:].mean() > 0.9 * best.mean()
+    file = make_dark_room.make("9x9", "learning", 3, 0, tmp_path / "learning")
+    rng = np.random.default_rng(0)
+    first = [episode.rewards.sum(axis=1) for episode in learn(room, room.goals, 3, rng)]
+    for world in 0, 40:
+        expected = [returns[world] for returns in first]
+        assert file.returns[file.worlds == world].tolist() == expected
 
 
 def test_the_same_seed_makes_the_same_rooms_and_none_is_overwritten(tmp_path, capsys):

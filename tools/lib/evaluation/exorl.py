@@ -2,30 +2,23 @@
 
     python -m tools.evaluate exorl --workdir=runs/exorl_tiny/cartpole/at \\
         --output results/cpu/exorl_cartpole_at.json
-    python -m tools.evaluate exorl --workdir=runs/exorl_tiny/walker/at \\
-        --other trajectories/walker/es_replay/run --environments 8 --episodes 4 ...
     python -m tools.evaluate exorl --workdir=runs/icrl_dark_room/10x10/dpt \\
         --environments 20 --episodes 6 --temperature 2 ...
 
 The newest checkpoint of config.workdir acts in the environments of the trajectories'
-task, in lock-step, and every episode is conditioned on the best return that was trained
-on. Contexts are:
+task, and every episode is conditioned on the best return that was recorded in its
+world, or trained on where there is one. Contexts are:
 
     own       the agent's own episodes, one after the other, in one context
     empty     every episode begins with an empty context: what is gained by context
               must be lost here. All that there is for models of single episodes
-    recorded  held-out episodes of the trajectories, ascending; then one of the agent's
-    other     the same of any trajectories of another task (--other)
-
-Where trajectories are of many worlds, agents act in those of the test (--split: in
-others, as to choose a temperature), and there are
-
     none      every step begins with an empty context
-    other     the agent's own episodes in another world; then one in the row's
+    other     the agent's own episodes in another world, of many; then one in the row's
     random_N  N episodes of actions drawn evenly, read at once through the ring; then
               one of the agent's (--random N ...)
 
-and no `recorded`.
+Where trajectories are of many worlds, agents act in those of the test (--split: in
+others, as to choose a temperature).
 
 Papers report the best of n episodes; first, last and mean are given too, with their
 bootstrap intervals (95 %) over the worlds, or the environments of one. So is what the
@@ -37,7 +30,6 @@ Seeds of all episodes are written, and equal for all agents and contexts.
 
 import argparse
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,14 +41,15 @@ import numpy as np
 
 from data.agents import environments
 from data.agents.chains import SPLITS
+from data.agents.episodes import DOMAINS
 from data.agents.trajectory_file import TrajectoryFile
 from tasks import exorl, trajectories
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.exorl import AgentRun
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
-from tools.lib.exorl.agents import Actor, actor
-from tools.lib.exorl.contexts import Context, contexts, task_name
+from tools.lib.exorl.agents import Actor, Chance, Knowing, actor
+from tools.lib.exorl.contexts import Context, contexts
 from tools.lib.exorl.play import Play
 from tools.lib.exorl.references import references
 from tools.lib.exorl.scores import interval, of_worlds, quantiles, scores
@@ -72,7 +65,7 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
         )
     agent, longest = config.agent, _longest(options)
     if agent.chain_length == 1:
-        for option in ("other", "random", "window"):
+        for option in ("random", "window"):
             if getattr(options, option):
                 raise ValueError(
                     f"--{option} is for agents of several episodes in a context"
@@ -113,20 +106,21 @@ def evaluate(
     worlds = np.unique(file.worlds[trajectories.of_split(config, file, options.split)])
     # Dark Room's neighbours have numbers next to each other.
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
-    needed = contexts(config, options, file, worlds, seeds)
+    asked = ["empty"] if config.agent.chain_length == 1 else options.contexts
+    needed = contexts(file, worlds, seeds, options.random, asked)
     run = AgentRun.of(config, jax.devices())
     agent, origin = _agent(run, options, file)
-    trained = file.returns[trajectories.of_split(config, file, "train")]
-    target = float(trained.max())
-    play = Play(agent, file, target, options.window)
-    step, task = origin["step"], task_name(file)
+    of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
+    targets = _targets(config, file, of_rows)
+    play = Play(agent, file, targets, options.window)
+    step, task = origin["step"], f"{file.index['domain']} {file.index['task']}"
+    target = float(targets.mean())
     say(f"step {step} of {config.workdir} on {task}, target {target:.1f}")
     say(f"a context takes {agent.device_bytes / 1e6:,.1f} MB on each device")
-    of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
     rows = np.arange(size[0]) if one_world else of_rows  # that depend on each other
     outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
-    is_room = file.index["domain"] == "dark_room"
-    simulator = {} if is_room else environments.versions()
+    is_suite = file.index["domain"] in DOMAINS
+    simulator = environments.versions() if is_suite else {}
     environment = Environment.of(run.partition.mesh.devices.flatten())
     how = "temperature", "hold", "window"
     return {
@@ -139,7 +133,8 @@ def evaluate(
         "split": options.split,
         "action_repeat": file.action_repeat,
         "data_returns": quantiles(file.returns),
-        "references": references(file, of_rows, options.episodes),
+        "references": references(file, of_rows, options.episodes)
+        | _simulated(file, play, needed, rows),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **simulator},
         "environment": dataclasses.asdict(environment),
@@ -160,6 +155,38 @@ def _agent(
     digests = {"parameters": saved.digest}
     digests["trajectories"] = trajectories.identify(run.config)[1]
     return actor(run, parameters, **size, **drawn), {"step": step, "digests": digests}
+
+
+def _targets(
+    config: ml_collections.ConfigDict, file: TrajectoryFile, worlds: np.ndarray
+) -> np.ndarray:
+    """Returns what episodes are conditioned on, float (E,): the best recorded return.
+
+    Of the row's world, as in training the best of a chain is; of one world, of what was
+    trained on.
+    """
+    if not (file.worlds != file.worlds[0]).any():
+        trained = file.returns[trajectories.of_split(config, file, "train")]
+        return np.full(len(worlds), trained.max())
+    return np.array([file.returns[file.worlds == world].max() for world in worlds])
+
+
+def _simulated(
+    file: TrajectoryFile, play: Play, contexts: dict[str, Context], rows: np.ndarray
+) -> dict[str, float]:
+    """Returns mean returns of drawn actions, and of who knows a family's targets."""
+    if not (file.family and file.family.best and "own" in contexts):
+        return {}
+    known, actors = file.targets[rows], {"random": Chance(play.actor.choose)}
+    actors["oracle"] = Knowing(
+        play.actor.choose, lambda seen: file.family.best(seen, known), file
+    )
+    own = contexts["own"]
+    played = {
+        name: dataclasses.replace(play, actor=one).play(own)
+        for name, one in actors.items()
+    }
+    return {name: float(of_worlds(x, rows).mean()) for name, x in played.items()}
 
 
 def _own_last_over(
@@ -191,7 +218,7 @@ def _outcome(
 ) -> dict[str, Any]:
     """Plays a context and returns its returns and scores; worlds: (E,), of its rows."""
     start, before = time.monotonic(), context.before
-    returns = play.play(context.scenes, context.forgets, context.drawn)
+    returns = play.play(context)
     own, others = returns[:, before:], returns[:, :before]
     if context.drawn:  # up to a thousand, and alike
         others = others.mean(axis=1, keepdims=True)
@@ -199,11 +226,10 @@ def _outcome(
     by_episode = " ".join(f"{value:.1f}" for value in own.mean(axis=0))
     say(f"{name:9s} mean return by episode: {by_episode} ({seconds:.0f} s)")
     return {
-        "trajectories": context.source,
         "returns": own.round(4).tolist(),
         "recorded_returns": others.round(4).tolist(),
         "scores": scores(own, worlds),
-        "target_hit_rate": float((own >= play.target).mean()),
+        "target_hit_rate": float((own >= play.targets[:, None]).mean()),
         "cache_bytes_a_device": play.actor.device_bytes,
         "seconds": round(seconds, 1),
     }
@@ -224,10 +250,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--window", type=at_least(2), help=f"{window} (default: all)")
     add("--contexts", nargs="*", metavar="NAME", help="default: all that there are")
     add("--random", type=whole, nargs="*", default=[], metavar="N")
-    add("--other", type=Path, help="trajectories of another task, for its context")
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
-    processes = "that step dm_control, default: one for each core (%(default)s)"
-    add("--processes", type=whole, default=len(os.sched_getaffinity(0)), help=processes)
     split = "of the worlds to act in (default: %(default)s)"
     add("--split", choices=SPLITS, default="test", help=split)
     return parser.parse_known_args(arguments)

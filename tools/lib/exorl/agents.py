@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data.agents.chains import ChainBatch, of_step_before
+from data.agents.chains import STD_FLOOR, ChainBatch, of_step_before
+from data.agents.trajectory_file import TrajectoryFile
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import padded_length, permute
 from models import agentic
@@ -74,7 +76,8 @@ class Actor:
     def act(self, present: ChainBatch) -> np.ndarray:
         """Returns actions, float32 (E, A), for the present steps, (E,) each.
 
-        Of these, the action and what comes of it are not looked at.
+        Of these, the action and what comes of it are not looked at. Rows with a loss
+        weight of 0 wait: nothing of theirs is seen, and what they do is left aside.
         """
         raise NotImplementedError
 
@@ -82,7 +85,10 @@ class Actor:
         """Takes the present steps with what was done and what came of it."""
 
     def read(self, done: ChainBatch) -> None:
-        """Takes all steps of whole episodes, (E, S) each, into an empty context."""
+        """Takes all steps of whole episodes, (E, S) each, into an empty context.
+
+        Those with a loss weight of 0 come last in each row, and are not taken.
+        """
 
 
 class Chance(Actor):
@@ -93,6 +99,19 @@ class Chance(Actor):
         if self.choose.actions.kind == "discrete":
             return np.eye(size, dtype=np.float32)[rng.integers(size, size=rows)]
         return rng.uniform(-1, 1, (rows, size)).astype(np.float32)
+
+
+@dataclass
+class Knowing(Actor):
+    """Acts by a policy: from observations (E, size), as they are, to actions (E, A)."""
+
+    policy: Callable[[np.ndarray], np.ndarray]
+    file: TrajectoryFile
+
+    def act(self, present: ChainBatch) -> np.ndarray:
+        spread = self.file.observation_std + STD_FLOOR
+        seen = present.observations * spread + self.file.observation_mean
+        return self.policy(seen).astype(np.float32)
 
 
 @dataclass
@@ -122,14 +141,15 @@ class ContextActor(Actor):
     has_one_token: bool
 
     def forget(self) -> None:
-        self._cache, self._before, self._position = self.empty(), None, 0
+        self._cache, self._before, self._position = self.empty(), None, np.int32(0)
 
     def act(self, present: ChainBatch) -> np.ndarray:
         # What stands before the first steps, at position -1, is not read.
         before = self._before or jax.tree.map(np.zeros_like, present)
         steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
-        places = np.int32([self._position - 1, self._position])
-        positions = np.broadcast_to(places, steps.positions.shape)
+        places = np.add.outer(self._position, np.int32([-1, 0]))  # (E, 2)
+        waits = (present.loss_weights == 0)[:, None]
+        positions = np.where(waits, np.int32(-1), places)
         steps = steps._replace(positions=positions)
         if self.has_one_token:
             steps = jax.tree.map(lambda x: x[:, 1:], of_step_before(steps))
@@ -137,12 +157,19 @@ class ContextActor(Actor):
         return self.choose(np.asarray(predicted))
 
     def learn(self, done: ChainBatch) -> None:
-        self._before = done
-        self._position += 1
+        goes_on = done.loss_weights > 0
+        before = self._before or done
+
+        def kept(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+            return np.where(goes_on.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        self._before = jax.tree.map(kept, done, before)
+        self._position = self._position + goes_on.astype(np.int32)
 
     def read(self, done: ChainBatch) -> None:
-        self._before = jax.tree.map(lambda x: x[:, -1], done)
-        self._position = done.timesteps.shape[1]
+        self._position = (done.loss_weights > 0).sum(axis=1, dtype=np.int32)
+        rows = np.arange(len(self._position))
+        self._before = jax.tree.map(lambda x: x[rows, self._position - 1], done)
         known = of_step_before(done) if self.has_one_token else done
         self._cache = self.fill(known, self._cache)
 
@@ -246,11 +273,12 @@ def _reader(
     model, attend, partition = run.model, run.attention, run.partition
     layout, ring = run.step_layout, partition.ring_size
 
-    def fill(parameters: Any, steps: ChainBatch, count: int, cache: Cache) -> Cache:
+    def fill(parameters: Any, steps: ChainBatch, cache: Cache) -> Cache:
+        count = (steps.loss_weights > 0).sum(axis=1, dtype=jnp.int32)
         agent = nnx.merge(model.structure, parameters)
         return agentic.read(agent, steps, count, cache, attend, operations)
 
-    program = jax.jit(fill, static_argnums=2, donate_argnums=3, out_shardings=cache)
+    program = jax.jit(fill, donate_argnums=2, out_shardings=cache)
 
     def read(parameters: Any, steps: ChainBatch, cache: Cache) -> Cache:
         count = steps.timesteps.shape[1]
@@ -268,6 +296,6 @@ def _reader(
         places = np.arange(columns, dtype=np.int32)
         places = np.broadcast_to(places, steps.positions.shape)
         placed = jax.tree.map(place, steps._replace(positions=places))
-        return program(parameters, placed, count, cache)
+        return program(parameters, placed, cache)
 
     return read

@@ -1,6 +1,5 @@
 """Episodes that agents play, one after the other, in contexts of all kinds."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import jax
@@ -9,103 +8,117 @@ import numpy as np
 from data.agents.chains import ChainBatch, standardised
 from data.agents.trajectory_file import TrajectoryFile
 from tools.lib.exorl.agents import Actor, Chance
+from tools.lib.exorl.contexts import Context
 from tools.lib.exorl.scenes import Scene
 
 
 @dataclass
 class Play:
-    """Episodes of E rows, one after the other, conditioned on a return.
+    """Episodes of E rows, one after the other, each row conditioned on a return.
+
+    An episode begins in all rows at once, and ends in each when it is over there. Steps
+    that rows wait for others are in no context.
 
     file: what the agent's observations are standardised by.
-    target: the return that every episode is conditioned on.
+    targets: float (E,), the return that every episode of a row is conditioned on.
     window: episodes in a context at most, the last ones; None for all.
     """
 
     actor: Actor
     file: TrajectoryFile
-    target: float
+    targets: np.ndarray
     window: int | None = None
     _done: list[ChainBatch] = field(default_factory=list)
 
-    def play(
-        self,
-        scenes: Iterable[tuple[Scene, int]],
-        forgets: str = "nothing",
-        prompt: int = 0,
-    ) -> np.ndarray:
-        """Plays episodes of scenes, and returns their returns: float64 (E, episodes).
+    def play(self, context: Context) -> np.ndarray:
+        """Plays a context's episodes, and returns their returns: (E, episodes).
 
-        scenes: each episode by its number in its scene.
-        forgets: before what the context is emptied: an "episode", a "step", "nothing".
-        prompt: how many of the first episodes are of actions drawn evenly, and are read
-          at once when they are over; no window is for these.
+        A prompt of drawn actions is read at once; no window is for it.
         """
         self.actor.forget()
-        self._done, returns = [], []
+        self._done, returns, drawn = [], [], context.drawn
         chance = Chance(self.actor.choose)
-        slides = self.window and forgets == "nothing" and not prompt
-        for played, (scene, number) in enumerate(scenes):
+        slides = self.window and context.forgets == "nothing" and not drawn
+        for played, (scene, seeds) in enumerate(context.scenes):
             rank = played
             if slides and played >= self.window:
                 self._drop_the_first()
                 rank = self.window - 1
-            if forgets == "episode":
+            if context.forgets == "episode":
                 self.actor.forget()
-            actor = chance if rank < prompt else self.actor
-            if prompt and rank == prompt:
+            if drawn and rank == drawn:
                 self.actor.read(self.steps())
-            returns.append(self._episode(actor, (scene, number), rank, forgets))
+            actor = chance if rank < drawn else self.actor
+            forgets = context.forgets == "step"
+            returns.append(self._episode(actor, scene, seeds, rank, forgets))
         return np.stack(returns, axis=1)
 
     def steps(self) -> ChainBatch:
-        """Returns the steps played since the context was begun, (E, S, …) each."""
-        return jax.tree.map(lambda *x: np.stack(x, axis=1), *self._done)
+        """Returns the steps played since the context was begun, (E, S, …) each.
+
+        Those of a row come first, in their order; others have a loss weight of 0.
+        """
+        steps = jax.tree.map(lambda *x: np.stack(x, axis=1), *self._done)
+        order = np.argsort(steps.loss_weights == 0, axis=1, kind="stable")
+
+        def sorted_(x: np.ndarray) -> np.ndarray:
+            places = order.reshape(*order.shape, *[1] * (x.ndim - 2))
+            return np.take_along_axis(x, places, axis=1)
+
+        places = np.broadcast_to(
+            np.arange(len(self._done), dtype=np.int32), order.shape
+        )
+        return jax.tree.map(sorted_, steps)._replace(positions=places)
 
     def _drop_the_first(self) -> None:
-        """Begins the context anew with all of its episodes but the first."""
-        kept = (step for step in self._done if step.ranks[0])
-        self._done = [
-            step._replace(
-                ranks=step.ranks - 1, positions=np.full_like(step.positions, place)
-            )
-            for place, step in enumerate(kept)
-        ]
+        """Begins the context with all of its episodes but the first."""
+        kept = [step for step in self._done if step.ranks[0]]
+        self._done = [step._replace(ranks=step.ranks - 1) for step in kept]
         self.actor.forget()
         self.actor.read(self.steps())
 
     def _episode(
-        self, actor: Actor, episode: tuple[Scene, int], rank: int, forgets: str
+        self, actor: Actor, scene: Scene, seeds: np.ndarray, rank: int, forgets: bool
     ) -> np.ndarray:
-        """Plays an episode of the scene, and returns the rows' returns (E,)."""
-        scene, number = episode
-        observations, last, timestep = scene.begin(number), False, 0
-        total = np.zeros(len(observations))
-        while not last:
-            if forgets == "step":
+        """Plays an episode of the scene, and returns the rows' returns (E,).
+
+        forgets: whether the context is emptied before every step.
+        """
+        observations, _ = scene.reset(seed=seeds.tolist())
+        total, timestep = np.zeros(len(observations)), 0
+        goes_on = np.ones(len(observations), bool)
+        while goes_on.any():
+            if forgets:
                 actor.forget()
-            present = self._present(observations, self.target - total, timestep, rank)
-            observations, actions, rewards, last = scene.step(actor.act(present))
+            present = self._present(observations, total, timestep, rank, goes_on)
+            actions = actor.act(present)
+            observations, rewards, over, timed_out, _ = scene.step(actions)
+            rewards, ended = np.where(goes_on, rewards, 0), over | timed_out
             total += rewards
             done = present._replace(
                 actions=actions.astype(np.float32),
                 rewards=rewards.astype(np.float32),
-                completions=((total >= self.target) & last).astype(np.float32),
-                loss_weights=np.ones(len(rewards), np.float32),
+                completions=((total >= self.targets) & ended).astype(np.float32),
             )
             actor.learn(done)
             self._done.append(done)
-            timestep += 1
+            goes_on, timestep = goes_on & ~ended, timestep + 1
         return total
 
     def _present(
-        self, observations: np.ndarray, left: np.ndarray, timestep: int, rank: int
+        self,
+        observations: np.ndarray,
+        total: np.ndarray,
+        timestep: int,
+        rank: int,
+        goes_on: np.ndarray,
     ) -> ChainBatch:
         """Returns the steps before the action, with zeros for what comes of it."""
         rows = len(observations)
         zeros, places = np.zeros(rows, np.float32), np.full(rows, 1, np.int32)
         actions = np.zeros((rows, self.file.action_size), np.float32)
         return ChainBatch(
-            returns_to_go=left.astype(np.float32),
+            returns_to_go=(self.targets - total).astype(np.float32),
             observations=standardised(self.file, observations).astype(np.float32),
             actions=actions,
             rewards=zeros,
@@ -114,5 +127,5 @@ class Play:
             timesteps=timestep * places,
             ranks=rank * places,
             positions=len(self._done) * places,
-            loss_weights=zeros,
+            loss_weights=goes_on.astype(np.float32),
         )

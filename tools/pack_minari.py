@@ -1,0 +1,103 @@
+"""Packs a Minari dataset for training; or writes packed trajectories as one.
+
+    python -m tools.pack_minari --dataset D4RL/pen/human-v2 --cache trajectories
+    python -m tools.pack_minari --dataset annulus/walker-v0 \\
+        --trajectories trajectories/walker/rnd/run
+
+The first reads what `minari download` brought, with gymnasium spaces of numbers (Box,
+also in dictionaries) and actions of a Box or of one Discrete number, and writes
+trajectories/minari/D4RL/pen/human-v2; `tools.evaluate exorl` rolls agents out in the
+dataset's own environment. The second writes the steps of the first world. Packed
+trajectories have no state after the last action: the last one stands there twice.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.agents.environments import INSTALL
+from data.agents.gymnasium_rows import flat, to_agent
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
+from tasks.command_line import Parser, as_program
+
+
+def pack(dataset: Any, directory: Path) -> TrajectoryFile:
+    """Packs a `minari.MinariDataset`.
+
+    Raises:
+      FileExistsError: something has that name already; it is not touched.
+      ValueError: actions are neither of a Box nor of one Discrete number.
+    """
+    about = {"domain": "minari", "task": dataset.id}
+    if dataset.env_spec is not None:
+        about["environment"] = dataset.env_spec.to_json()
+    with TrajectoryWriter(directory, about) as writer:
+        for episode in dataset.iterate_episodes():
+            actions = to_agent(np.asarray(episode.actions), dataset.action_space)
+            seen = flat(episode.observations)[: len(actions)]
+            writer.write(seen, actions, np.asarray(episode.rewards, np.float64))
+    return TrajectoryFile.open(directory)
+
+
+def write(file: TrajectoryFile, name: str) -> Any:
+    """Writes the episodes of the first world as a Minari dataset, which is returned.
+
+    Raises:
+      ValueError: there is such a dataset already, or Minari refuses the name.
+    """
+    import minari
+    from gymnasium.spaces import Box
+    from minari.data_collector import EpisodeBuffer
+
+    buffers, observed = [], file.observation_size
+    for number in np.flatnonzero(file.worlds == file.worlds[0]):
+        steps = file.read(np.arange(*file.offsets[number : number + 2]))
+        ended = np.arange(len(steps)) == len(steps) - 1
+        buffers.append(
+            EpisodeBuffer(
+                id=int(number),
+                observations=np.concatenate([steps, steps[-1:]])[:, :observed],
+                actions=steps[:, observed : observed + file.action_size],
+                rewards=steps[:, -1],
+                terminations=np.zeros_like(ended),
+                truncations=ended,
+            )
+        )
+    return minari.create_dataset_from_buffers(
+        name,
+        buffers,
+        observation_space=Box(-np.inf, np.inf, (observed,)),
+        action_space=Box(-1, 1, (file.action_size,)),
+    )
+
+
+@as_program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the program."""
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--dataset", required=True, help="Minari's name of it")
+    one = parser.add_mutually_exclusive_group(required=True)
+    packed = "directory of packed trajectories, to which it is added"
+    one.add_argument("--cache", type=Path, help=packed)
+    one.add_argument("--trajectories", type=Path, help="packed ones, to write as it")
+    chosen = parser.parse_args(arguments)
+    try:
+        import minari
+    except ImportError as error:
+        raise ImportError(f"this needs {error.name}: {INSTALL}") from error
+    if chosen.trajectories:
+        made = write(TrajectoryFile.open(chosen.trajectories), chosen.dataset)
+        print(f"{made.total_episodes:,} episodes written as {made.id}")
+        return
+    dataset = minari.load_dataset(chosen.dataset)
+    file = pack(dataset, chosen.cache / "minari" / chosen.dataset)
+    print(f"{len(file.returns):,} episodes, {file.lengths.sum():,} steps; written to")
+    print(file.directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
