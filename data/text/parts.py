@@ -13,8 +13,9 @@ import os
 import pickle
 import shutil
 import socket
+import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -221,23 +222,20 @@ class PartMaker:
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             return None
 
-    def make(self, unit: Unit, tick: Callable[[int], object] = int) -> Path:
+    def make(self, unit: Unit) -> Path:
         """Makes the part of a unit; returns where it is.
-
-        tick: is called with the characters that were encoded, a batch at a time.
 
         Raises:
           OSError, ValueError: a file is damaged or changes, or as `stop_at`.
         """
         made = Part(path := self.path(unit))
-        new = path.with_suffix(f".{os.getpid()}.new")
+        new = path.with_suffix(f".{uuid.uuid4().hex}.new")
         try:
             with new.open("wb") as file:
                 for some in _batches(self.rows.read(unit.files)):
                     documents = self._documents(some, made)
                     if documents:
                         made.tokens += _save(file, documents)
-                    tick(sum(len(row.text) for row in some if _is_good(row)))
                 made.bytes = file.tell()
             begun = [f.path for f in unit.files if not (f.span and f.span.begin)]
             made.sources = [{"path": str(f)} | describe_file(f) for f in begun]

@@ -1,5 +1,6 @@
-"""Processes that make the parts of a corpus, on all cores of a machine."""
+"""Who makes the parts of a corpus: processes of this machine, or of a Ray cluster."""
 
+import contextlib
 import functools
 import os
 import pickle
@@ -7,7 +8,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, process
+from concurrent.futures import ProcessPoolExecutor, process
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,9 +20,17 @@ from data.text.parts import Part, PartMaker
 from data.text.row_files import InputFile
 from data.text.units import Unit, units_of
 
+Start = Callable[[Unit], Callable[[], Path]]
+"""Begins with a unit; what it returns waits until its part is made, and says where."""
+MOST_LOST = 3
+"""Times that a unit is begun again, as where a node is lost."""
+
 
 def make_parts(
-    maker: PartMaker, files: Sequence[InputFile], workers: int | None = None
+    maker: PartMaker,
+    files: Sequence[InputFile],
+    workers: int | None = None,
+    ray: str | None = None,
 ) -> Iterator[Part]:
     """Yields the parts of the files, in their order, made by several processes.
 
@@ -29,60 +38,58 @@ def make_parts(
 
     workers: processes, each with one thread of the tokenizer; 1: this process alone,
       whose tokenizer takes all cores. None: as many as there are cores, and units.
+    ray: address of a Ray cluster, whose cores take the place of this machine's; its
+      nodes have files and parts under the same paths.
 
     Raises:
-      OSError, ValueError: as `PartMaker.make`, or a process was killed.
+      OSError, ValueError: as `PartMaker.make`; a process was killed; or the cluster
+        cannot be reached.
     """
     size = sum(file.path.stat().st_size for file in files)
     workers = min(workers or os.cpu_count() or 1, -(-size // units.UNIT_BYTES) or 1)
+    among = _cluster(maker, ray) if ray else _machine(maker, workers)
     bar = tqdm(total=size, unit="B", unit_scale=True, disable=None)
-    bar.set_description("1 process" if workers == 1 else f"{workers} processes")
-    tokens = done = 0
-
-    def tick(characters: int) -> None:
-        bar.update(min(characters, size - bar.n))
-
-    with bar:
-        found = units_of(files)
-        made = (
-            _alone(maker, found, tick) if workers == 1 else _pool(maker, found, workers)
-        )
-        for unit, part in made:
-            tokens, done = tokens + part.tokens, done + unit.bytes
-            bar.update(done - bar.n)
+    tokens = 0
+    with bar, among as (start, workers):
+        bar.set_description("1 process" if workers == 1 else f"{workers} processes")
+        # A long file at the front holds up no worker.
+        most = 16 * workers if workers > 1 else 1
+        for unit, part in _in_order(maker, units_of(files), start, most):
+            tokens += part.tokens
+            bar.update(unit.bytes)
             seconds = bar.format_dict["elapsed"] or 1
             bar.set_postfix_str(f"{tokens / seconds:,.0f} tokens/s", refresh=False)
             yield part
 
 
-def _alone(
-    maker: PartMaker, found: Iterator[Unit], tick: Callable[[int], object]
+def _in_order(
+    maker: PartMaker, found: Iterator[Unit], start: Start, most: int
 ) -> Iterator[tuple[Unit, Part]]:
+    """Yields units with their parts. most: units that are begun, or wait."""
+    waiting: deque[tuple[Unit, Callable[[], Part]]] = deque()
     for unit in found:
-        yield unit, maker.find(unit) or Part.open(maker.make(unit, tick))
+        part = maker.find(unit)
+        made = start(unit) if part is None else None
+        waiting.append((unit, lambda p=part, made=made: p or Part.open(made())))
+        if len(waiting) == most:
+            unit, wait = waiting.popleft()
+            yield unit, wait()
+    for unit, wait in waiting:
+        yield unit, wait()
 
 
-def _pool(
-    maker: PartMaker, found: Iterator[Unit], workers: int
-) -> Iterator[tuple[Unit, Part]]:
+@contextlib.contextmanager
+def _machine(maker: PartMaker, workers: int) -> Iterator[tuple[Start, int]]:
+    """Gives processes of this machine, or this one alone."""
+    if workers == 1:
+        yield lambda unit: functools.partial(maker.make, unit), 1
+        return
     context = get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (reader,))
-    pickled, waiting = pickle.dumps(maker), deque()
-
-    def first() -> tuple[Unit, Part]:
-        unit, part = waiting.popleft()
-        return unit, Part.open(part.result()) if isinstance(part, Future) else part
-
+    pickled = pickle.dumps(maker)
     try:
-        for unit in found:
-            part = maker.find(unit) or pool.submit(_make, pickled, unit)
-            waiting.append((unit, part))
-            # A long file at the front holds up no worker.
-            if len(waiting) == 16 * workers:
-                yield first()
-        while waiting:
-            yield first()
+        yield lambda unit: pool.submit(_make, pickled, unit).result, workers
     except process.BrokenProcessPool as error:
         raise OSError(
             "a process of the preparation was killed, as where memory is short: run "
@@ -92,6 +99,37 @@ def _pool(
     finally:
         writer.close()  # which ends the workers
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _cluster(maker: PartMaker, address: str) -> Iterator[tuple[Start, int]]:
+    """Gives the cores of a Ray cluster, whose lost tasks begin again on others."""
+    try:
+        import ray
+    except ImportError as error:
+        install = "install what requirements-ray.txt pins (make venv ACCELERATOR=ray)"
+        raise ImportError(f"--ray {address} needs ray: {install}") from error
+
+    def wait(made: ray.ObjectRef) -> Path:
+        try:
+            return ray.get(made)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+    try:
+        # Its workers look for this program where it is here.
+        ray.init(address, log_to_driver=False, logging_level="warning")
+        make = ray.remote(max_retries=MOST_LOST)(_make)
+        pickled, cores = pickle.dumps(maker), int(ray.cluster_resources()["CPU"])
+        yield lambda unit: functools.partial(wait, make.remote(pickled, unit)), cores
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise OSError(
+            f"the Ray cluster {address} cannot go on ({' '.join(str(error).split())}): "
+            "see to its nodes (ray status) and run the same command again, which goes "
+            "on from the finished parts"
+        ) from error
+    finally:
+        ray.shutdown()
 
 
 def _begin_worker(alive: Connection) -> None:

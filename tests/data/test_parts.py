@@ -160,7 +160,8 @@ def test_finished_parts_are_taken_and_others_are_not(inputs, tmp_path, monkeypat
 
 
 KILLED = """
-import sys
+import os
+import time
 from pathlib import Path
 from data.text import units
 from data.text.corpus import prepare
@@ -168,49 +169,91 @@ from data.text.tokenizer import ByteTokenizer
 
 class Slow(ByteTokenizer):
     def encode_all(self, texts, **options):
-        import time
+        Path(__file__).with_name(f"{os.getpid()}.pid").touch()
         time.sleep(0.3)
         return super().encode_all(texts, **options)
 
-if __name__ == "__main__":
+def main(output, ray, *inputs):
     units.UNIT_BYTES = 3000
-    prepare([*map(Path, sys.argv[2:])], Path(sys.argv[1]), Slow(), workers=2)
+    by = {"ray": ray} if ray else {"workers": 2}
+    prepare([*map(Path, inputs)], Path(output), Slow(), **by)
 """
 
 
 def wait_for(condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a preparation by two slow processes; of a Ray cluster, if one is named."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    root = Path(corpus.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{root}:{tmp_path}")
+    program = "import sys, killed; killed.main(*sys.argv[1:])"
+
+    def starts(inputs, name, ray=""):
+        command = [sys.executable, "-c", program, str(tmp_path / name), ray]
+        command += map(str, inputs)
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    return starts
+
+
+def finished(tmp_path):
+    return [*tmp_path.glob(".new.*.parts/*.npz")]
+
+
+def at_work(tmp_path):
+    """Processes that have begun with a part."""
+    return [int(path.stem) for path in tmp_path.glob("*.pid")]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("killed", ["parent", "worker"])
-def test_a_killed_preparation_goes_on(inputs, tmp_path, killed):
-    (tmp_path / "run.py").write_text(KILLED)
+def test_a_killed_preparation_goes_on(inputs, tmp_path, start, killed):
     prepare(inputs, tmp_path / "one", ByteTokenizer())
-    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "new")]
-    options = {
-        "env": os.environ | {"PYTHONPATH": str(Path(corpus.__file__).parents[2])}
-    }
-    options |= {"stderr": subprocess.PIPE, "text": True}
-    first = subprocess.Popen([*command, *map(str, inputs)], **options)
-    wait_for(lambda: len([*tmp_path.glob(".new.*.parts/*.npz")]) >= 3)
-    children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
-    workers = [
-        int(pid)
-        for pid in children.read_text().split()
-        if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
-    assert len(workers) == 2
+    first = start(inputs, "new")
+    wait_for(lambda: len(finished(tmp_path)) >= 3)
+    wait_for(lambda: len(at_work(tmp_path)) == 2)
+    workers = at_work(tmp_path)
     os.kill(first.pid if killed == "parent" else workers[0], signal.SIGKILL)
     error = first.communicate()[1]
     assert ("a process of the preparation was killed" in error) == (killed == "worker")
     # Nobody goes on working.
     wait_for(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in workers))
-    parts = {p: p.stat().st_mtime_ns for p in tmp_path.glob(".new.*.parts/*.npz")}
-    assert len(parts) >= 3
-    again = subprocess.run([*command, *map(str, inputs)], **options, check=True)
-    assert again.returncode == 0
+    assert len(finished(tmp_path)) >= 3
+    again = start(inputs, "new")
+    assert "" == again.communicate()[1] and again.returncode == 0
     assert content(tmp_path / "new") == content(tmp_path / "one")
+
+
+@pytest.mark.thorough
+def test_a_ray_cluster_loses_a_worker_and_a_node(inputs, tmp_path, start):
+    from ray.cluster_utils import Cluster
+
+    prepare(inputs, tmp_path / "one", ByteTokenizer())
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        lost = cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        run = start(inputs, "new", cluster.address)
+        wait_for(lambda: len(finished(tmp_path)) >= 2 and len(at_work(tmp_path)) == 2)
+        os.kill(at_work(tmp_path)[0], signal.SIGKILL)
+        wait_for(lambda: len(finished(tmp_path)) >= 4 and len(at_work(tmp_path)) == 3)
+        cluster.remove_node(lost, allow_graceful=False)
+        left = len(finished(tmp_path))
+        assert run.communicate()[1] == "" and run.returncode == 0
+    finally:
+        cluster.shutdown()
+    assert left < 12 and content(tmp_path / "new") == content(tmp_path / "one")
+
+
+@pytest.mark.thorough
+def test_where_no_ray_cluster_runs_it_is_said(inputs, tmp_path, start, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    error = start(inputs, "none", "auto").communicate()[1]
+    assert "OSError: the Ray cluster auto cannot go on (Could not find" in error

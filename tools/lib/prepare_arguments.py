@@ -31,6 +31,7 @@ def input_parser(description: str | None, what: str) -> Parser:
     names = "splits of a data set (default: train, and validation or else test)"
     bad = f"rows that are not {what}; skipped ones are reported (stop)"
     cores = "processes (default: as many as there are cores, of 64 MiB or more each)"
+    nodes = "Ray cluster to take in place of this machine's cores: auto, or HOST:PORT"
     marks = f"learn markup as text though most of the {what} have it"
     add("inputs", nargs="+", type=Path, metavar="INPUT", help=formats)
     add("--output", required=True, type=Path, help="directory to write, a new one")
@@ -40,7 +41,9 @@ def input_parser(description: str | None, what: str) -> Parser:
     add("--pattern", default=EVERY_FILE, help=files)
     add("--splits", default="", metavar="TRAIN,HELD_OUT", help=names)
     add("--bad-rows", choices=("stop", "skip"), default="stop", help=bad)
-    add("--workers", type=at_least(1), help=cores)
+    makers = parser.add_mutually_exclusive_group()
+    makers.add_argument("--workers", type=at_least(1), help=cores)
+    makers.add_argument("--ray", metavar="ADDRESS", help=nodes)
     add("--keep-markup", action="store_true", help=marks)
     return parser
 
@@ -64,6 +67,7 @@ def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "on_bad_row": _reporter() if chosen.bad_rows == "skip" else None,
         "workers": chosen.workers,
+        "ray": chosen.ray,
         "validation_fraction": chosen.validation_fraction,
         "keep_markup": chosen.keep_markup,
         "pattern": chosen.pattern,
