@@ -8,7 +8,8 @@
 #   make check      format, lint, types and quick tests, as a change must pass
 #   make format     put the code into its format
 #   make docs       the pages as a site, with an API page, in build/site
-#   make venv       only make .venv; train and venv take ACCELERATOR=tpu, gpu, rl, ray, wandb
+#   make venv       only make .venv; it and train take ACCELERATOR=tpu, gpu, rl, ray,
+#                   buckets, wandb
 
 .PHONY: help train test test-thorough test-all check lint format docs venv venv-dev
 # The environment is made once, before whatever uses it.

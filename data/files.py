@@ -1,4 +1,4 @@
-"""Directories of data: new ones appear whole or not at all, and buckets are refused."""
+"""Directories of data: new ones appear whole or not at all."""
 
 import contextlib
 import fcntl
@@ -13,23 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data.remote import is_bucket, open_binary, reach, upload
+
 
 class NewDirectory:
     """A hidden sibling of `path`, which takes its name when it is whole.
 
     It is locked as long as its process lives. Those of the same `path` that killed
-    processes of this host have left are removed first.
+    processes of this host have left are removed first. Of a path in a bucket it is
+    `beside` that, and its files are copied there, the last one to be written last.
 
     partial: the sibling, empty at first.
 
     Raises:
       FileExistsError: `path` exists and is not empty; nothing in it is touched.
-      ValueError: it is in a bucket.
     """
 
     def __init__(self, path: Path):
         self._path = path
         refuse_existing(path)
+        path = beside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # The locks of another host are not seen.
         mine = f".{path.name}.{socket.gethostname()}."
@@ -50,6 +53,9 @@ class NewDirectory:
         Raises:
           FileExistsError: another process has made the same since.
         """
+        if is_bucket(self._path):
+            upload(self.partial, self._path)
+            return
         try:
             self.partial.rename(self._path)
         except OSError:
@@ -77,12 +83,8 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raises FileExistsError if there is something at `directory`.
-
-    Raises:
-      ValueError: it is in a bucket.
-    """
-    refuse_bucket(directory)
+    """Raises FileExistsError if there is something at `directory`; or as `reach`."""
+    reach(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise FileExistsError(
             f"{directory} already exists and is left as it is: remove it or choose "
@@ -90,19 +92,13 @@ def refuse_existing(directory: Path) -> None:
         )
 
 
-def refuse_bucket(path: Path) -> None:
-    """Raises ValueError for a path that was "gs://…", unless that folder exists."""
-    scheme, *rest = path.parts or [""]
-    if rest and scheme.endswith(":") and not path.exists():
-        raise ValueError(
-            f"{scheme}//{'/'.join(rest)} is in a bucket, and data are read from and "
-            "written to file systems: copy it to a disk of every host, or mount the "
-            "bucket there (as with gcsfuse), and give that path"
-        )
+def beside(path: Path) -> Path:
+    """Returns where hidden siblings of `path` are: of a bucket's, in this directory."""
+    return Path(path.name) if is_bucket(path) else path
 
 
 def describe_file(path: Path) -> dict[str, Any]:
     """Describes a file: its size and SHA-256."""
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": sha256}

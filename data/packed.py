@@ -9,8 +9,6 @@ import contextlib
 import difflib
 import hashlib
 import json
-import os
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from data.files import NewDirectory, describe_file, refuse_bucket
+from data.files import NewDirectory, describe_file
 from data.json_text import MOST_OF_ONE, read_json_object, short
+from data.remote import RangeReader, open_binary, place, reach
 
 FILES = "files"
 """Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
@@ -30,13 +29,13 @@ COMPARED_BYTES = 1 << 28
 BLOCKS = "blocks.sha256"
 """File, and index key, of larger data: SHA-256 of each `BLOCK_BYTES` of each file."""
 BLOCK_BYTES, _DIGEST_BYTES = 1 << 20, 32
-_BYTES_AT_A_TIME = 1 << 20
+_BYTES_AT_A_TIME, _GAP_BYTES = 1 << 22, 1 << 16
 
 
 class StoredArray:
     """Rows of numbers, one after the other in a file; threads may share it.
 
-    path: of the file, which stays open as long as the array lives.
+    path: of the file, on a disk or in a bucket.
     dtype: of the numbers, little-endian. shape: (rows, ...).
     """
 
@@ -59,8 +58,7 @@ class StoredArray:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._offset, self._digests = offset, [*digests]
         self._row_bytes = self.dtype.itemsize * prod(shape[1:])
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
+        self._reader = RangeReader(path)
 
     @property
     def size(self) -> int:
@@ -81,8 +79,8 @@ class StoredArray:
     def take(self, places: np.ndarray) -> np.ndarray:
         """Reads the rows at places, int of any shape: (*that shape, *a row's).
 
-        Fastest where places do not decrease. What lies between them is read too, but
-        little of it is in memory at a time.
+        Fastest where places do not decrease. What lies between them is read too, where
+        it is short, but little of it is in memory at a time.
 
         Raises:
           OSError: as above.
@@ -93,11 +91,14 @@ class StoredArray:
             flat = flat[order]
         found = np.empty((flat.size, *self.shape[1:]), self.dtype)
         rows, done = max(_BYTES_AT_A_TIME // self._row_bytes, 1), 0
+        gaps = np.flatnonzero(np.diff(flat) * self._row_bytes > _GAP_BYTES) + 1
+        stops = np.append(gaps, flat.size)
         span = int(flat[-1] - flat[0]) + 1 if flat.size else 0
         buffer = np.empty((min(rows, span), *self.shape[1:]), self.dtype)
         while done < flat.size:
             begin = int(flat[done])
-            until = int(np.searchsorted(flat, begin + rows))
+            stop = int(stops[np.searchsorted(stops, done, side="right")])
+            until = min(int(np.searchsorted(flat, begin + rows)), stop)
             near = flat[done:until] - begin
             where = slice(done, until) if order is None else order[done:until]
             found[where] = self._fill(buffer[: near[-1] + 1], begin)[near]
@@ -112,7 +113,7 @@ class StoredArray:
         for block in range(first // BLOCK_BYTES, last + 1 if self._digests else 0):
             self._compare(block)
         while done < wanted.size:
-            count = os.preadv(self._file, [wanted[done:]], first + done)
+            count = self._reader.into(wanted[done:], first + done)
             if not count:
                 raise OSError(
                     f"{self.path} ends at byte {first + done} and was longer when it "
@@ -125,7 +126,8 @@ class StoredArray:
         """Compares a block with its digest, once."""
         if not self._digests[number]:
             return
-        block = os.pread(self._file, BLOCK_BYTES, number * BLOCK_BYTES)
+        block = np.empty(BLOCK_BYTES, np.uint8)
+        block = block[: self._reader.into(block, number * BLOCK_BYTES)]
         if hashlib.sha256(block).digest() != self._digests[number]:
             raise ValueError(
                 f"{self.path} is not what was written, by the digest of its MiB "
@@ -157,10 +159,10 @@ class PackedFormat:
 
         Raises:
           FileNotFoundError: the directory has no index.
-          ValueError: it is not a JSON object, has no version, or another one; or the
-            directory is in a bucket.
+          OSError, ValueError: as `reach`; or it is not a JSON object, has no version,
+            or another one.
         """
-        refuse_bucket(directory)
+        reach(directory)
         path = directory / self.index
         if not path.is_file():
             others = directory.parent.glob(f"*/{self.index}")
@@ -225,7 +227,7 @@ class PackedFormat:
         expected = len(header) + dtype.itemsize * prod(shape)
         said = f"{dtype.name} of {shape}, which is {expected} bytes"
         self._check_size(path, expected, said)
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             if file.read(len(header)) != header:
                 raise ValueError(
                     f"{path} does not begin as {said}, as {self.index} says: the file "
@@ -240,7 +242,7 @@ class PackedFormat:
         if BLOCKS not in index:
             return []
         self._check_digest(beside, index[BLOCKS])
-        with beside.open("rb") as file:
+        with open_binary(beside) as file:
             for name, facts in index[FILES].items():
                 count = -(-facts["bytes"] // BLOCK_BYTES)
                 found = [file.read(_DIGEST_BYTES) for _ in range(count)]
@@ -275,7 +277,7 @@ class PackedFormat:
           FileNotFoundError: the index or a file is missing.
           ValueError: a file is not what was written, or the index is damaged.
         """
-        directory = Path(directory)
+        directory = place(directory)
         index = self.read_index(directory)
         named = {n: v for n, v in index.items() if n not in (*self.origin, BLOCKS)}
         return digest(named), self._compare(directory, index, compare)
@@ -321,7 +323,7 @@ class PackedWriter:
     format: PackedFormat
 
     def __init__(self, directory: Path):
-        self.directory = Path(directory)
+        self.directory = place(directory)
 
     def __enter__(self) -> Self:
         self._new = NewDirectory(self.directory)

@@ -5,15 +5,15 @@ and its mask which of them see each other. An *order* says which row is read whe
 `Shuffled` or `InOrder`, or by work (`data/balance.py`). `TextBatches` joins them and
 gives the batch of any step, as the blocks that this host's devices hold. What a step
 reads is a function of its number (and the seed) alone, never of hosts, mesh, ring or
-layout, so the whole state of the data is one step number. `iterate` reads ahead in
-threads.
+layout, so the whole state of the data is one step number. `iterate` reads ahead.
 """
 
+import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol
 
 import grain
@@ -27,11 +27,7 @@ from kernels.layouts import Layout, order, padded_length
 
 
 class RowPlan(Protocol):
-    """Interface of a plan, which cuts a corpus into rows.
-
-    length: tokens in a row, or fewer and padding.
-    rows: number of rows.
-    """
+    """Interface of a plan, which cuts a corpus into rows of `length` tokens or less."""
 
     length: int
 
@@ -252,8 +248,7 @@ class DocumentRows(CountedRows):
 
     def _end(self, begin: int) -> int:
         documents = self.corpus.documents
-        document_end = documents.offset(documents.search(begin))
-        return min(begin + self.length + 1, document_end)
+        return min(begin + self.length + 1, documents.offset(documents.search(begin)))
 
 
 ROW_PLANS = {"packed": PackedRows, "documents": DocumentRows, "whole": WholeRows}
@@ -314,11 +309,9 @@ class TextBatches:
         """Cuts the rows of `plan` into batches, and these into blocks.
 
         Args:
-          plan: what rows there are.
           blocks: what this host's devices hold; the same block is loaded once.
           batch_rows: rows in the *global* batch.
           layout, ring_size: which token of the row is in which slot.
-          row_order: which row comes when.
           columns: slots of a row; None: as few as the ring can shard.
           fills: whether the rows left over are a batch too, filled up with others.
 
@@ -328,10 +321,19 @@ class TextBatches:
         self.blocks = tuple(dict.fromkeys(blocks))
         self._plan, self.rows = plan, plan.rows
         self.columns = columns or padded_length(layout, ring_size, plan.length)
-        self._index = {}
+        # What several devices hold of a row is read once, in increasing order.
+        held: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for block in self.blocks:
-            slots = order(layout, ring_size, self.columns, block.columns)
-            self._index[block.columns] = slots.astype(np.int32)
+            held.setdefault(block.rows, []).append(block.columns)
+
+        @cache
+        def read(*columns: tuple[int, int]) -> tuple[np.ndarray, list[np.ndarray]]:
+            parts = [order(layout, ring_size, self.columns, part) for part in columns]
+            index = np.concatenate(parts).astype(np.int32)
+            by_index = np.argsort(index, kind="stable")
+            return index[by_index], np.split(np.argsort(by_index), len(columns))
+
+        self._held = {rows: (columns, read(*columns)) for rows, columns in held.items()}
         sequence = row_order.sequence(plan.rows)
         self.ordered = len(sequence)
         if fills:
@@ -357,27 +359,26 @@ class TextBatches:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"{step=} must be one of the {len(self)} batches")
-        rows = self._steps[step]
-        return {block: self._read(block, rows) for block in self.blocks}
-
-    def _read(self, block: Block, rows: np.ndarray) -> Batch:
-        index = self._index[block.columns]
-        parts = [self._plan.read(int(row), index) for row in rows[slice(*block.rows)]]
-        return type(parts[0])(*map(np.stack, zip(*parts, strict=True)))
+        numbers, found = self._steps[step], {}
+        for rows, (columns, (index, places)) in self._held.items():
+            read = [self._plan.read(int(n), index) for n in numbers[slice(*rows)]]
+            whole = [*map(np.stack, zip(*read, strict=True))]
+            for part, place in zip(columns, places, strict=True):
+                arrays = (array[:, place] for array in whole)
+                found[Block(rows, part)] = type(read[0])(*arrays)
+        return found
 
 
 def iterate(
     batches: TextBatches, first_step: int = 0, *, threads: int = 4
 ) -> Iterator[tuple[int, dict[Block, Batch]]]:
-    """Yields (step, blocks) from `first_step` to the last step, reading ahead.
+    """Yields (step, blocks) from `first_step` to the last, reading ahead.
 
     A run that resumes at a step reads what it would have read undisturbed. The threads
     end with the iterator: when it is exhausted, closed (`contextlib.closing`) or
     dropped. An error in a thread is raised at the step that it belongs to.
 
     Args:
-      batches: what to read.
-      first_step: the step to begin with.
       threads: how many steps are read at the same time; 0 reads without threads.
 
     Raises:
@@ -392,8 +393,5 @@ def iterate(
 
 
 def _closing(dataset: grain.IterDataset) -> Iterator:
-    iterator = iter(dataset)
-    try:
+    with contextlib.closing(iter(dataset)) as iterator:
         yield from iterator
-    finally:
-        iterator.close()

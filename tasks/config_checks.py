@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from data.agents.chains import ORDERS, PREDICTED
+from data.remote import BUCKETS
 from data.rows import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
@@ -47,9 +48,6 @@ LEAST = {
     "checkpoint.keep": 1,
 }
 """Smallest valid value of each numeric field."""
-
-BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
-"""Packages that buckets need and that are not installed everywhere."""
 
 
 def check(config: ConfigDict, devices: int | None) -> None:
@@ -127,7 +125,7 @@ def _places(config: ConfigDict) -> Iterator[str]:
         elif is_bucket and not importlib.util.find_spec(BUCKETS[kind]):
             yield (
                 f"{said} needs {BUCKETS[kind]}, which is not installed: make venv "
-                f"ACCELERATOR=tpu, or pip install {BUCKETS[kind]}"
+                f"ACCELERATOR=buckets, or pip install {BUCKETS[kind]}"
             )
 
 

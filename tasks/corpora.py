@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from data.balance import Balanced
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
 from data.packed import digest
+from data.remote import place
 from data.rows import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
 from data.text import token_file
 from data.text.corpus import prepare_standard_library
@@ -29,14 +30,17 @@ def named(config: ConfigDict) -> dict[str, float | None]:
       ValueError: the field does not name corpora.
     """
     try:
-        return parse_mixture(config.data.corpus) if config.data.corpus else {}
-    except ValueError as error:
+        found = parse_mixture(config.data.corpus) if config.data.corpus else {}
+        for directory in found:
+            place(directory)
+        return found
+    except (ImportError, NotImplementedError, ValueError) as error:
         raise ValueError(f"config.data.corpus={error}") from error
 
 
 def directories(config: ConfigDict) -> list[Path]:
     """Returns the corpora; prepares the default one where it is missing."""
-    found = [Path(name) for name in named(config)]
+    found = [place(name) for name in named(config)]
     return found or [prepare_standard_library(STANDARD_LIBRARY)]
 
 
@@ -52,7 +56,7 @@ def vocab_size(config: ConfigDict) -> int:
     if config.model.vocab_size:
         return config.model.vocab_size
     try:
-        sizes = [token_file.vocab_size(Path(name)) for name in named(config)]
+        sizes = [token_file.vocab_size(place(name)) for name in named(config)]
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}; or set config.model.vocab_size, which is the corpus's where "
@@ -84,7 +88,7 @@ def intervals(config: ConfigDict) -> int:
     Raises:
       FileNotFoundError, ValueError: a corpus is missing or damaged.
     """
-    return max((token_file.intervals(Path(name)) for name in named(config)), default=1)
+    return max((token_file.intervals(place(name)) for name in named(config)), default=1)
 
 
 @names_fields
@@ -102,7 +106,7 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
         raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
     found = named(config)
     compare = {"compare": config.data.compare_digests}
-    places = map(Path, found or [STANDARD_LIBRARY])
+    places = map(place, found or [STANDARD_LIBRARY])
     corpora = [TokenFile.open(place, split, **compare) for place in places]
     for corpus in corpora:
         corpus.check_vocabulary(vocab_size)

@@ -191,7 +191,7 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
     if spec is None:
         spec = ByteTokenizer.name  # of the default corpus
         for directory in [*corpora.named(config)][:1]:  # all have the same
-            corpus = TokenFile.open(Path(directory), "train")
+            corpus = TokenFile.open(directory, "train")
             spec = corpus.tokenizer
         size = 0 if corpus else config.model.vocab_size
         if size >= ByteTokenizer.vocab_size + corpora.VOCAB_MULTIPLE:

@@ -9,9 +9,9 @@ own, and "compact" and "letters", the same task in 5 and 4 bytes a line.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from configs import line_retrieval
+from data.remote import place
 from data.retrieval.lines import FORMS
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tasks.command_line import Parser, as_program, at_least
@@ -25,7 +25,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     tokens, most = at_least(1), "of the longest document"
     path = '"bytes" (the default), or a path: tokenizer.json or SentencePiece .model'
     add("--form", choices=FORMS, default="LRT-NL", help=default)
-    add("--output", required=True, type=Path, help="directory to write, a new one")
+    add("--output", required=True, type=place, help="directory to write, a new one")
     add("--context-tokens", required=True, type=tokens, help=most)
     add("--train-tokens", type=tokens, default=10_000_000, help=default)
     add("--validation-tokens", type=tokens, default=100_000, help=default)

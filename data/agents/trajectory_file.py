@@ -30,6 +30,7 @@ import numpy as np
 from data.agents.environments import FAMILIES, Family
 from data.json_text import is_number
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
+from data.remote import place
 
 STEPS, REWARDS = "steps.npy", "rewards.npy"
 FORMAT = PackedFormat(
@@ -79,7 +80,7 @@ class TrajectoryFile:
           FileNotFoundError: the directory or one of its files is missing.
           ValueError: a file is empty, cut short, of another format or damaged.
         """
-        directory = Path(directory)
+        directory = place(directory)
         index = FORMAT.read_index(directory)
         with FORMAT.parsing(directory, "trajectories"):
             for name in ("observation_size", "action_size"):

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.files import refuse_bucket
 from data.json_text import read_json_object
+from data.remote import reach
 from data.text.row_files import FORMATS, TABLES, InputFile, check_beginning, ending
 from data.text.skipped import BadRow, Skipped
 
@@ -93,7 +93,7 @@ def _check_inputs(inputs: Sequence[Path]) -> None:
     for path, times in Counter(inputs).items():
         if times > 1:
             raise ValueError(f"input {path} is given {times} times: name it once")
-        refuse_bucket(path)
+        reach(path)
         if not path.exists():
             raise FileNotFoundError(f"input {path} does not exist")
         if not path.is_dir() and not path.is_file():

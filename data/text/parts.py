@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from data.files import describe_file, refuse_existing
+from data.files import beside, describe_file, refuse_existing
 from data.packed import digest
 from data.text import units
 from data.text.holdout import mark
@@ -322,7 +322,8 @@ def parts_beside(directory: Path) -> Iterator[Path]:
       FileExistsError: `directory` exists and is not empty.
     """
     refuse_existing(directory)
-    folder = directory.with_name(f".{directory.name}.{socket.gethostname()}.parts")
+    name = f".{directory.name}.{socket.gethostname()}.parts"
+    folder = beside(directory).with_name(name)
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:

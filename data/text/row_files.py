@@ -23,6 +23,7 @@ from data.json_text import (
     parse_json,
     short,
 )
+from data.remote import open_binary
 from data.text.skipped import BadRow
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -121,10 +122,11 @@ def open_bytes(path: Path) -> BinaryIO:
     """
     codec = CODECS.get(path.suffix.lower())
     if codec is None:
-        return path.open("rb")
+        return open_binary(path)
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression=codec))
+    unpacked = pyarrow.input_stream(open_binary(path), compression=codec)
+    return io.BufferedReader(unpacked)
 
 
 def read_rows(
@@ -148,12 +150,13 @@ def rows_of_groups(path: Path) -> list[int]:
     if path.suffix.lower() == ".parquet":
         from pyarrow.parquet import read_metadata
 
-        facts = read_metadata(path)
+        with open_binary(path) as file:
+            facts = read_metadata(file)
         return [facts.row_group(i).num_rows for i in range(facts.num_row_groups)]
     if path.suffix.lower() in TABLES:
         from pyarrow import ipc
 
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             if file.peek(len(ARROW_FILE)).startswith(ARROW_FILE):
                 opened = ipc.open_file(file)
                 batches = range(opened.num_record_batches)
@@ -267,7 +270,8 @@ def _parquet(
     from pyarrow.parquet import ParquetFile
 
     # Without a buffer a whole column of a row group would be in memory.
-    with ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+    buffered = {"buffer_size": BUFFER_BYTES, "pre_buffer": False}
+    with open_binary(path) as opened, ParquetFile(opened, **buffered) as file:
         existing = _existing(path, file.schema_arrow.names, columns)
         # Without threads: one may still read when another has found damage.
         read = {"row_groups": groups, "columns": existing, "use_threads": False}

@@ -34,6 +34,7 @@ import numpy as np
 from data.files import describe_file
 from data.json_text import short
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
+from data.remote import place
 from data.text.document_starts import DocumentStarts
 from data.text.prefix_tree import are_parts
 from data.text.tokenizer import Tokenizer
@@ -81,7 +82,9 @@ class TokenFile:
     intervals: int = 1
 
     @classmethod
-    def open(cls, directory: Path, split: str, *, compare: bool = False) -> "TokenFile":
+    def open(
+        cls, directory: Path | str, split: str, *, compare: bool = False
+    ) -> "TokenFile":
         """Opens a split after checking that its files are what meta.json says.
 
         compare: with digests, as it is read (see `PackedFormat.open_array`).
@@ -90,7 +93,7 @@ class TokenFile:
           FileNotFoundError: the directory or one of its files is missing.
           ValueError: a file is empty, cut short, of another format or damaged.
         """
-        directory = Path(directory)
+        directory = place(directory)
         meta = FORMAT.read_index(directory)
         with FORMAT.parsing(directory, f"a split {split!r}"):
             counts = SplitCounts(**meta["splits"][split])
@@ -209,15 +212,15 @@ def vocab_size(directory: Path) -> int:
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
-    meta = FORMAT.read_index(Path(directory))
-    with FORMAT.parsing(Path(directory), "a vocabulary"):
+    meta = FORMAT.read_index(place(directory))
+    with FORMAT.parsing(place(directory), "a vocabulary"):
         return whole_number("vocab_size", meta["vocab_size"], 1)
 
 
 def intervals(directory: Path) -> int:
     """Returns how many intervals of keys a corpus' tokens see, as `vocab_size` does."""
-    meta = FORMAT.read_index(Path(directory))
-    with FORMAT.parsing(Path(directory), "trees"):
+    meta = FORMAT.read_index(place(directory))
+    with FORMAT.parsing(place(directory), "trees"):
         return whole_number("intervals", meta.get("intervals", 1), 1)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.files import refuse_bucket
+from data.remote import place, reach
 from data.text.tokenizer_files import TOKENIZER_CONFIG, read_names, read_stop_tokens
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         self.path = path
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the library raises nothing narrower
             line = " ".join(str(error).split())
             raise ValueError(f"{path} must be a tokenizer.json: {line}") from error
@@ -279,7 +279,9 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.path = path
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self._model = sentencepiece.SentencePieceProcessor(
+                model_proto=path.read_bytes()
+            )
         except (OSError, RuntimeError, ValueError) as error:
             wrong = f"{path} must be a SentencePiece model: {error}"
             raise ValueError(wrong) from error
@@ -338,8 +340,8 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if spec == ByteTokenizer.name:
         return ByteTokenizer()
     kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-    path = Path(spec)
-    refuse_bucket(path)
+    path = place(spec)
+    reach(path)
     if path.is_dir():
         inside = [path / f"tokenizer{ending}" for ending in kinds]
         path = next((file for file in inside if file.is_file()), None)

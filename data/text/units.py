@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from data.json_text import MOST_OF_ONE
+from data.remote import open_binary
 from data.text.row_files import JSON_LINES, InputFile, Span, naming, rows_of_groups
 
 UNIT_BYTES = 1 << 26
@@ -83,7 +84,7 @@ def _spans(path: Path) -> Iterator[Span]:
 
 def _spans_of_lines(path: Path) -> Iterator[Span]:
     begin, rows, size = 0, 0, path.stat().st_size
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         while part := file.read(UNIT_BYTES):
             rest = file.readline(MOST_OF_ONE + 1)
             yield Span(begin, file.tell(), size, rows)

@@ -5,11 +5,12 @@ import hashlib
 import json
 import os
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data import packed
+from data import packed, remote
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, top_episodes
 from data.agents.trajectory_file import identify as identify_steps
 from data.files import refuse_existing
@@ -79,7 +80,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     assert stored.take(np.array([2047])).tolist() == [0x0707]
     with pytest.raises(OSError, match="file ends at byte 59998 and .*cut short while"):
         stored.take(np.array([29_999]))
-    number = stored._file
+    number = stored._reader._file
     assert os.fstat(number).st_size == 4096
     del stored
     with pytest.raises(OSError):  # it is closed when nobody has it
@@ -154,7 +155,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_has_is_not(tmp
     assert open_train(new).tokens.size == 6
 
 
-def test_missing_files_are_named(tmp_path):
+def test_missing_files_are_named(tmp_path, monkeypatch):
     made = write(tmp_path / "corpus")
     for name, why in ("corpora", f"; {made} is one"), ("nowhere", ""):
         match = f"^there is no corpus {tmp_path / name}{why}: .*tools.prepare_text"
@@ -165,7 +166,12 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no trajectory file .*pack_exorl"):
         TrajectoryFile.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="^gs://a/b is in a bucket"):
+        TrajectoryFile.open(Path("gs://a/b"))
+    monkeypatch.setattr(remote, "BUCKETS", {"gs": "missing", "s3": "s3fs"})
+    with pytest.raises(ImportError, match="^gs://a/b needs missing, .*nts-buckets.txt"):
         TrajectoryFile.open("gs://a/b")
+    with pytest.raises(NotImplementedError, match="^ftp://a/b: .* gs:// or s3://"):
+        TrajectoryFile.open("ftp://a/b")
     for name in ("documents", "tokens", "loss"):
         path = made / f"train.{name}.bin"
         path.rename(tmp_path / "moved")

@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from configs import fine_tune
+from data.remote import place
 from data.text.input_files import EVERY_FILE
 from data.text.row_files import FORMATS
 from data.text.skipped import MOST_REPORTED, BadRow
@@ -33,8 +33,8 @@ def input_parser(description: str | None, what: str) -> Parser:
     cores = "processes (default: as many as there are cores, of 64 MiB or more each)"
     nodes = "Ray cluster to take in place of this machine's cores: auto, or HOST:PORT"
     marks = f"learn markup as text though most of the {what} have it"
-    add("inputs", nargs="+", type=Path, metavar="INPUT", help=formats)
-    add("--output", required=True, type=Path, help="directory to write, a new one")
+    add("inputs", nargs="+", type=place, metavar="INPUT", help=formats)
+    add("--output", required=True, type=place, help="directory to write, a new one")
     add("--tokenizer", help=tokens)
     add("--weights", type=_weights, default="", metavar="WORKDIR", help=tuned)
     add("--validation-fraction", type=share, help=held)

@@ -104,8 +104,8 @@ def set_corpus(config: ml_collections.ConfigDict, corpus: Path) -> None:
     """
     config.model.vocab_size = corpora.vocab_size(config)
     other, before = TokenFile.open(corpus, "train"), [*corpora.named(config)][:1]
-    if before and Path(before[0]).is_dir():
-        check_alike([TokenFile.open(Path(before[0]), "train"), other])
+    if before and place(before[0]).is_dir():
+        check_alike([TokenFile.open(before[0], "train"), other])
     else:
         print(
             f"the run's corpus ({config.data.corpus or 'the default one'}) is not "
@@ -192,7 +192,7 @@ def evaluate(
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate loss")
     add = parser.add_argument
-    add("--corpus", type=Path, help="directory of prepare_text (default: the run's)")
+    add("--corpus", type=place, help="directory of prepare_text (default: the run's)")
     add("--batches", type=at_least(1), help="of config.data.batch_rows (default: all)")
     add("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_known_args(arguments)

@@ -1,0 +1,135 @@
+"""Files on a disk or in a bucket: their paths, ranges of them, and copies to a bucket.
+
+Buckets are reached by fsspec, whose clients try again where a connection is lost or a
+server is busy. What cannot be read after that is an OSError that names it.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
+"""Packages that buckets need and that are not installed everywhere."""
+FETCHED_BYTES, _KEPT = 1 << 22, 64
+"""Of a range that is fetched at once, and kept: 256 MiB in a process, at most."""
+
+
+def is_bucket(path: str | Path) -> bool:
+    """Returns whether a path is in a bucket."""
+    return "://" in str(path)
+
+
+def place(path: str | Path) -> Path:
+    """Returns a path on a disk, or in a bucket (`gs://…`, `s3://…`), which acts alike.
+
+    Raises:
+      NotImplementedError: it is in a bucket of another kind.
+      ImportError: the packages are missing that read the bucket.
+    """
+    if not is_bucket(path):
+        return Path(path)
+    kind = str(path).partition("://")[0]
+    if kind not in BUCKETS:
+        known = " or ".join(f"{name}://" for name in BUCKETS)
+        raise NotImplementedError(f"{path}: give a path, or one in a bucket of {known}")
+    for package in BUCKETS[kind], "upath":
+        if not importlib.util.find_spec(package):
+            raise ImportError(
+                f"{path} needs {package}, which is not installed: install what "
+                "requirements-buckets.txt pins (make venv ACCELERATOR=buckets)"
+            )
+    from upath import UPath
+
+    return UPath(path)
+
+
+def reach(path: Path) -> None:
+    """Asks a path's bucket for it, whether it is there or not; does nothing on a disk.
+
+    Raises:
+      OSError: the bucket does not answer.
+      ValueError: the path was "gs://…" and is one on a disk, where nothing is.
+    """
+    scheme, *rest = path.parts or [""]
+    if is_bucket(path):
+        with naming_lost(path):
+            path.exists()
+    elif rest and scheme.endswith(":") and not path.exists():
+        raise ValueError(
+            f"{scheme}//{'/'.join(rest)} is in a bucket, which is not read or written "
+            "here: copy it to a disk, or mount the bucket (as with gcsfuse)"
+        )
+
+
+@contextlib.contextmanager
+def naming_lost(path: Path) -> Iterator[None]:
+    """Makes what a bucket's client raises an OSError that names the path."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # each library has its own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise OSError(
+            f"{path} cannot be reached, after several tries ({reason}): see to the "
+            "connection, or to your rights there, and start again"
+        ) from error
+
+
+def open_binary(path: Path) -> BinaryIO:
+    """Opens a file to read, with a buffer."""
+    file = path.open("rb")
+    return io.BufferedReader(file) if is_bucket(path) else file
+
+
+def upload(directory: Path, path: Path) -> None:
+    """Copies a directory's files to a bucket, in the order in which they were written.
+
+    Raises:
+      OSError: as `naming_lost`.
+    """
+    files = [found for found in directory.rglob("*") if found.is_file()]
+    for file in sorted(files, key=lambda found: found.stat().st_mtime_ns):
+        target = path / file.relative_to(directory).as_posix()
+        with naming_lost(target):
+            target.fs.put_file(str(file), target.path)
+
+
+class RangeReader:
+    """Reads ranges of a file, of which threads may share the reader.
+
+    A file on a disk stays open as long as the reader lives.
+    """
+
+    def __init__(self, path: Path):
+        """Raises OSError where the file cannot be opened."""
+        self._path, self._file = path, None
+        if not is_bucket(path):
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+
+    def into(self, wanted: np.ndarray, begin: int) -> int:
+        """Reads from a byte on into uint8 (n,); returns how many were read, maybe less.
+
+        Raises:
+          OSError: they cannot be read.
+        """
+        if self._file is not None:
+            return os.preadv(self._file, [wanted], begin)
+        found = _fetch(self._path, begin, begin + min(wanted.size, FETCHED_BYTES))
+        wanted[: len(found)] = np.frombuffer(found, np.uint8)
+        return len(found)
+
+
+@functools.lru_cache(_KEPT)
+def _fetch(path: Any, begin: int, end: int) -> bytes:
+    with naming_lost(path):
+        return path.fs.cat_file(path.path, start=begin, end=end)
