@@ -235,25 +235,6 @@ def test_a_total_that_the_compiler_does_not_tell_is_all_that_it_names():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "topology, sizes", [("v5e:8x8", (4, 8, 2)), ("v4:4x4x4", (1, 64, 1))], ids=str
-)
-def test_a_step_on_a_whole_slice_hides_its_rings_and_scatters_gradients(
-    topology, sizes
-):
-    config = small_config()
-    fsdp, config.mesh.ring, config.mesh.tensor = sizes
-    config.mesh.fsdp = config.data.batch_rows = fsdp
-    config.model.hidden_size, config.data.context_tokens = 8192, 512 * sizes[1]
-    plan = Plan.of(Step.of(config, aot_pod(topology)))
-    assert plan.transfers.hidden_bytes > 0 and plan.transfers.exposed_bytes == 0
-    sent = {one.name: one.bytes_sent for one in plan.collectives}
-    # Gathered twice in bfloat16, scattered once in float32.
-    assert sent["reduce-scatter"] > 0.7 * sent["all-gather"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_layers_in_two_loops_take_what_they_keep_and_no_copy_of_the_stack():
     """Of parameters that are larger than what layers keep of 256 tokens."""
     config, memories = small_config(), []
