@@ -12,17 +12,14 @@ import pytest
 
 from models.flops import num_parameters, paper_train_flops, train_flops
 from models.sizes import LanguageModelConfig
-from tasks import systems
 from tasks.layout_choice import typical_rows
-from tasks.text import TextRun
-from tests.small.models import budget_gib
 from tools import plan_pod
 from tools.lib.compiled import pods
 from tools.lib.compiled.hlo import TRANSFER, Program
 from tools.lib.compiled.pods import TooLarge, aot_pod
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.roofline import Roofline
-from tools.lib.planning.step import TOLERANCE, Memory, Step, peak_bytes
+from tools.lib.planning.step import TOLERANCE, Step, peak_bytes
 from tools.lib.planning.text import describe
 from tools.plan_pod import read_config
 
@@ -231,21 +228,3 @@ def test_a_total_that_the_compiler_does_not_tell_is_all_that_it_names():
     assert peak_bytes(Stats()) == 117
     Stats.total_allocation_bytes = 112
     assert peak_bytes(Stats()) == 112
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_layers_in_two_loops_take_what_they_keep_and_no_copy_of_the_stack():
-    """Of parameters that are larger than what layers keep of 256 tokens."""
-    config, memories = small_config(), []
-    config.model.hidden_size, config.model.feed_forward_size = 1024, 4096
-    config.model.num_layers, config.data.context_tokens = 8, 1024
-    pod = aot_pod("v5e:2x2")
-    kept = TextRun(config, systems.partition(config, pod.devices)).kept
-    for steps in (0, 3):
-        config.remat_budget_gib = budget_gib(kept, config.remat, steps)
-        step = Step.of(config, pod)
-        memories.append(Memory.of(step, step.compile()))
-    (one, two), (more,) = memories, kept.rungs(config.remat)
-    assert two.saved - one.saved == 3 * more
-    assert two.peak - one.peak < 3 * more + two.parameters / 10
