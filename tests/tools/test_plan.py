@@ -198,6 +198,7 @@ def test_longest_context_leaves_a_twentieth_and_every_try_is_told(
     context = int(found[1].replace(",", ""))
     assert context <= longest <= context * (1 + TOLERANCE) + 1024
     assert context % (RING * 256) == 0
+    assert f", to within {int(TOLERANCE * context):,}\n" in printed
     assert f"step: 1 x {context:,} tokens" in printed
     search(plan, monkeypatch, bytes_a_token=2**30)
     assert "no context fits, down to 1024 tokens" in capsys.readouterr().err
