@@ -52,7 +52,7 @@ from ..layouts import front_slots
 from ..masks import Visible
 from ..merge import added, merge
 from ..precision import product
-from .comm import Chunks, Pair, Pairs, Ring, Table, as_one, join
+from .comm import Chunks, Pair, Pairs, Ring, Sums, Table, join
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -166,12 +166,19 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
         steps = {i: CommonForward(one) for i, one in steps.items()}
     tables = {i: chunks.table(i, one.prepare) for i, one in steps.items()}
 
+    def run(held: Pairs, i: int, seen: Any, sums: tuple) -> tuple:
+        return steps[i].attend(*held[i], seen, sums[0]), None
+
+    def skip(i: int, sums: tuple) -> tuple:
+        return sums[0] or steps[i].begin(nothing(queries[chunks.group(i)])), None
+
     def attend(
         static_step: int, n: jax.Array | int, held: Pairs, partial: list
     ) -> list:
         """Attends to the chunks of a step, from the partial result of each group."""
         now = {i: tables[i].at(n) for i in chunks.attended(static_step)}
-        return _attended(chunks, queries, steps, now, held, partial)
+        run_held = functools.partial(run, held)
+        return chunks.computed(now, run_held, skip, (partial, {}))[0]
 
     def step(static_step: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
         arriving = chunks.passed_on(held, static_step)
@@ -195,37 +202,6 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     return join(out, 2), join(lse, 1)
 
 
-def _attended(
-    chunks: Chunks,
-    queries: list[jax.Array],
-    steps: dict[int, Any],
-    now: dict[int, Table],
-    held: Pairs,
-    partial: list,
-) -> list:
-    """Attends to chunks. steps: of the backend. held: keys and values that are here."""
-
-    def attend(i: int, seen: Any, x: Any) -> Any:
-        return steps[i].attend(*held[i], seen, x)
-
-    def skip(i: int, x: Any) -> Any:
-        return x or steps[i].begin(nothing(queries[chunks.group(i)]))
-
-    def kernels(partial: list) -> list:
-        partial = list(partial)
-        for i, one in now.items():
-            run, leave = (functools.partial(way, i) for way in (attend, skip))
-            g = chunks.group(i)
-            partial[g] = one.over_intervals(run, leave, partial[g])
-        return partial
-
-    def unseen(partial: list) -> list:
-        number = {chunks.group(i): i for i in now}
-        return [skip(number[g], x) for g, x in enumerate(partial)]
-
-    return as_one(kernels, unseen, now, chunks.ring, partial)
-
-
 def backward(
     ring: Ring, rows: Rows, kv: Pair, visible: Visible
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -245,7 +221,6 @@ def backward(
     tables = {
         i: chunks.table(i, one.prepare, is_cut=not in_place) for i, one in steps.items()
     }
-    gradients = functools.partial(_gradients, chunks, steps)
     of_group = {chunks.group(i): one for i, one in steps.items()}
     zeros = [
         of_group[g].begin(jnp.zeros_like(q, lse.dtype))
@@ -254,6 +229,19 @@ def backward(
     # A loop of unknown length begins with zeros for the chunks that only visit.
     visitors = [i for i in own if count is not None and chunks[i].first]
     visiting = {i: _zeros(own[i], zeros[0].dtype) for i in visitors}
+
+    def run(held: Pairs, i: int, seen: Any, sums: tuple) -> tuple:
+        dq, *pair = steps[i].add(*held[i], seen, *sums)
+        return dq, tuple(pair)
+
+    def skip(held: Pairs, i: int, sums: tuple) -> tuple:
+        dq, pair = sums
+        return dq, pair or _zeros(held[i], dq.dtype)
+
+    def gradients(now: dict[int, Table], held: Pairs, sums: Sums) -> Sums:
+        """Adds to dq of the head groups, and to dk and dv, of chunks to attend to."""
+        run_held, skip_held = (functools.partial(way, held) for way in (run, skip))
+        return chunks.computed(now, run_held, skip_held, sums)
 
     def step(
         static_step: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs
@@ -291,42 +279,6 @@ def backward(
     found = join(dq, 2), *_joined(chunks, dkv)
     dq, dk, dv = found if len(groups) == 1 else map(ring.heads_first, found)
     return dq, dk, dv
-
-
-def _gradients(
-    chunks: Chunks,
-    steps: dict[int, Any],
-    now: dict[int, Table],
-    held: Pairs,
-    sums: tuple[list, Pairs],
-) -> tuple[list, Pairs]:
-    """Adds to dq of the head groups, and to dk and dv so far, of chunks to attend to.
-
-    steps: of the backend. held: keys and values that are here.
-    """
-
-    def add(i: int, seen: Any, sums: tuple) -> tuple:
-        dq, *pair = steps[i].add(*held[i], seen, *sums)
-        return dq, tuple(pair)
-
-    def skip(i: int, sums: tuple) -> tuple:
-        dq, pair = sums
-        return dq, pair or _zeros(held[i], dq.dtype)
-
-    def kernels(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
-        dq, dkv = list(sums[0]), dict(sums[1])
-        for i, one in now.items():
-            run, leave = (functools.partial(way, i) for way in (add, skip))
-            g = chunks.group(i)
-            dq[g], dkv[i] = one.over_intervals(run, leave, (dq[g], dkv.get(i)))
-        return dq, dkv
-
-    def unseen(sums: tuple[list, Pairs]) -> tuple[list, Pairs]:
-        dq, dkv = sums
-        zeros = {i: _zeros(held[i], dq[0].dtype) for i in now}
-        return list(dq), {**zeros, **dkv}
-
-    return as_one(kernels, unseen, now, chunks.ring, sums)
 
 
 def _zeros(kv: Pair, dtype: jnp.dtype) -> Pair:

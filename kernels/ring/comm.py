@@ -41,6 +41,8 @@ Pair = tuple[jax.Array, jax.Array]
 Bounds = tuple[Array, Array]
 Pairs = dict[int, Pair]
 """Keys and values, or their gradients, by the numbers of chunks."""
+Sums = tuple[list, dict[int, Any]]
+"""Of each head group, its partial result or dq so far; of chunks, dk and dv."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,36 @@ class Chunks:
             if static_step < self[i].last
         }
 
+    def computed(
+        self, now: dict[int, Table], run: Callable, skip: Callable, sums: Sums
+    ) -> Sums:
+        """Runs kernels on sums so far; several, in a ring, as one instruction for XLA.
+
+        Of a transfer beside several XLA believes that the last kernel will hide it, and
+        would start it after the others. They are skipped where no query sees anything.
+
+        now: of the chunks to attend to.
+        run: (number, what the kernels read, sums of its group and its own) -> these.
+        skip: (number, these sums) -> the same, of the form that run returns.
+        """
+
+        def each(compute: Callable, sums: Sums) -> Sums:
+            groups, pairs = list(sums[0]), dict(sums[1])
+            for i in now:
+                g = self.group(i)
+                groups[g], pairs[i] = compute(i, (groups[g], pairs.get(i)))
+            return groups, pairs
+
+        def kernels(i: int, sums: tuple) -> tuple:
+            run_one, skip_one = (functools.partial(way, i) for way in (run, skip))
+            return now[i].over_intervals(run_one, skip_one, sums)
+
+        every, none = (functools.partial(each, way) for way in (kernels, skip))
+        is_seen = [one.is_seen for one in now.values()]
+        if sum(map(len, is_seen)) < 2 or self.ring.size == 1:
+            return every(sums)
+        return lax.cond(jnp.concatenate(is_seen).any(), every, none, sums)
+
     def run(self, step: Callable, state: tuple, count: jax.Array | None) -> tuple:
         """Runs `state = step(static_step, n, *state)` for the ring steps n = 0, 1, …
 
@@ -307,22 +339,6 @@ def _looped(first: int, end: int, step: Callable, state: tuple) -> tuple:
         jnp.arange(first, end, dtype=jnp.int32),
         unroll=LOOP_UNROLL,
     )[0]
-
-
-def as_one(
-    run: Callable, unseen: Callable, now: dict[int, Table], ring: Ring, sums: Any
-) -> Any:
-    """Runs kernels on sums so far; several, in a ring, as one instruction for XLA.
-
-    Of a transfer beside several XLA believes that the last kernel will hide it, and
-    would start it after the others. They are skipped where no query sees anything.
-
-    unseen: returns sums of the form that run does. now: of chunks to attend to.
-    """
-    is_seen = [one.is_seen for one in now.values()]
-    if sum(map(len, is_seen)) < 2 or ring.size == 1:
-        return run(sums)
-    return lax.cond(jnp.concatenate(is_seen).any(), run, unseen, sums)
 
 
 def join(parts: Sequence[jax.Array], axis: int) -> jax.Array:
