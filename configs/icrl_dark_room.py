@@ -5,7 +5,7 @@ Command, with ROOM 10x10 (100 steps an episode) or 9x9 (20), and AGENT dpt
 Transformer), dt (Decision Transformer) or bc (behaviour cloning of the best 10 %):
   python -m tools.make_dark_room --room ROOM --recorded KIND \\
       --output trajectories/dark_room/ROOM/KIND
-KIND is exploration for dpt, learning for ad, else history:
+KIND is exploration for dpt, else learning:
   python train.py --config=configs/icrl_dark_room.py:ROOM/AGENT
 (python train.py --config=configs/icrl_dark_room.py is 10x10/dpt), then
 `tools.evaluate exorl`.
@@ -32,7 +32,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
         raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
     room, agent = name.split("/")
     steps, episodes, updates = _ROOMS[room]
-    recorded = {"dpt": "exploration", "ad": "learning"}.get(agent, "history")
+    recorded = "exploration" if agent == "dpt" else "learning"
     config = learns_in_context(agent, steps, episodes)
     config.workdir = f"runs/icrl_dark_room/{name}"
     config.agent.action_kind = "discrete"

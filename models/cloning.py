@@ -1,6 +1,6 @@
 """Behaviour cloning: from an observation alone to the action, by a perceptron."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,11 @@ class ClonerConfig:
 
     def __post_init__(self):
         _ = self.actions  # are checked
-        sizes = [field.name for field in fields(self) if field.type is int]
-        given = {name: getattr(self, name) for name in sizes}
-        wrong = [f"{name}={size}" for name, size in given.items() if size < 1]
-        if wrong:
-            raise ValueError(f"model sizes must be at least 1: {', '.join(wrong)}")
-        if self.num_layers < 2:
-            # The deeper ones are one parameter, which a checkpoint needs elements of.
+        # The deeper layers are one parameter, which a checkpoint needs elements of.
+        if self.num_layers < 2 or self.hidden_size < 1:
             raise ValueError(
-                f"num_layers={self.num_layers} of a perceptron: at least 2"
+                f"num_layers={self.num_layers}, hidden_size={self.hidden_size} of a "
+                "perceptron: at least 2, and 1"
             )
 
     @property

@@ -118,7 +118,7 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
         ("exorl_tiny", exorl_tiny._NAMES, {"at": 4}),
         ("icrl_dark_room", icrl_dark_room._NAMES[:5], {"dpt": 6, "ad": 6, "at": 6}),
         ("icrl_dark_room", icrl_dark_room._NAMES[5:], {"dpt": 20, "ad": 20, "at": 20}),
-        ("icrl_tasks", icrl_tasks._NAMES, {"ad": 16, "at": 16}),
+        ("icrl_tasks", icrl_tasks._NAMES, {"dpt": 8, "ad": 8, "at": 8}),
     ],
 )
 def test_every_small_agent_is_a_config(stem, names, episodes):

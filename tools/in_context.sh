@@ -33,9 +33,8 @@ data() {
 }
 
 make_data() {
-    local kind=history
+    local kind=learning
     [ "$1" != dpt ] || kind=exploration
-    [ "$1" != ad ] || kind=learning
     local made=trajectories/dark_room/$WHERE/$kind
     [ -e "$made" ] || "$PYTHON" -m tools.make_dark_room \
         --room "$WHERE" --recorded "$kind" --output "$made"

@@ -2,16 +2,14 @@
 
     python -m tools.make_dark_room --room 10x10 --recorded exploration \\
         --output trajectories/dark_room/10x10/exploration
-    python -m tools.make_dark_room --room 9x9 --recorded history \\
-        --output trajectories/dark_room/9x9/history
+    python -m tools.make_dark_room --room 9x9 --recorded learning \\
+        --output trajectories/dark_room/9x9/learning
 
 What is written is packed already: a trajectory file for task "exorl", which knows the
 best action of every step. Kinds of records are
 
     exploration   walks from cell to cell, drawn evenly; a tenth to the goal, with any
                   share of chance: for Decision-Pretrained Transformers
-    history       of each goal what a learner would have done: walks to any cells at
-                  first, to the goal alone after 90 % of the episodes: for imitators
     learning      of each goal what tabular Q-learning did, from nothing on: for
                   Algorithm Distillation
 
@@ -28,11 +26,9 @@ from data.agents.dark_room import ROOMS, DarkRoom, Recorded, learn, one_hot, rec
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program, at_least
 
-KINDS = ("exploration", "history", "learning")
+KINDS = ("exploration", "learning")
 STEPS = 30_000
 """Of each goal, where the number of episodes is not given."""
-LEARNT_BY = 0.9
-"""Share of a history after which no walk strays, as in AD-eps."""
 KNOWING = 0.1
 """Share of the explorers that walk to the goal. Where more found it, or fewer cells
 were seen, what is left to explore would be seldom learnt."""
@@ -66,12 +62,9 @@ def _recorded(
         for recorded in learn(room, room.goals, episodes, rng):
             yield worlds, recorded
         return
-    progress = np.minimum(np.arange(episodes) / (LEARNT_BY * (episodes - 1)), 1)
-    strays, epsilon = 1 - progress, np.zeros(episodes)
     for world in worlds:
-        if kind == "exploration":
-            strays = (rng.random(episodes) >= KNOWING).astype(float)
-            epsilon = rng.random(episodes)
+        strays = (rng.random(episodes) >= KNOWING).astype(float)
+        epsilon = rng.random(episodes)
         of_all = np.full(episodes, world)
         yield of_all, record(room, room.goals[of_all], strays, epsilon, rng)
 

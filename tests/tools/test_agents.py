@@ -86,7 +86,7 @@ class Played(NamedTuple):
     steps: ChainBatch
 
 
-def played(agent, file, forgets="nothing", scenes=None, window=None, **options):
+def played(agent, file, forgets=False, scenes=None, window=None, **options):
     context = Context(scenes or episodes(0, 1), forgets=forgets, **options)
     play = Play(agent, file, np.full(ROWS, TARGET), window)
     return Played(play.play(context), play.steps())
@@ -206,18 +206,6 @@ def test_a_window_holds_the_last_episodes_as_if_they_were_all(
     np.testing.assert_array_equal(returns[:, :2], without.returns)
 
 
-@pytest.mark.thorough
-def test_an_agent_that_forgets_every_step_sees_the_present_alone(one_token, file):
-    steps = played(one_token, file, "step").steps
-    for place in range(EPISODE_STEPS):
-        step = part_of(steps, slice(place, place + 1))
-        happened = ("actions", "rewards", "completions")
-        nothing = {name: np.zeros_like(getattr(step, name)) for name in happened}
-        logits = whole_forward(step._replace(**nothing), **ONE_TOKEN)[:, 0]
-        chosen = steps.actions[:, place].argmax(-1)
-        np.testing.assert_array_equal(chosen, logits.argmax(-1))
-
-
 def test_a_context_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(actors, "device_memory", lambda device: 100)
@@ -262,7 +250,7 @@ def test_noise_may_be_held_for_several_actions():
 
 
 def test_an_empty_context_begins_anew_with_every_episode(agent, file):
-    steps = played(agent, file, "episode").steps
+    steps = played(agent, file, True).steps
     for part in (FIRST, SECOND):
         one = part_of(steps, part)
         want = whole_forward(one._replace(ranks=np.zeros_like(one.ranks)))
@@ -317,6 +305,6 @@ def test_episodes_that_end_early_leave_rows_as_if_they_had_been_alone(
 
 def test_a_perceptron_acts_alike_in_every_context(file):
     agent = acting(agent__method="perceptron")
-    own, empty = played(agent, file), played(agent, file, "episode")
+    own, empty = played(agent, file), played(agent, file, True)
     np.testing.assert_array_equal(own.returns, empty.returns)
     assert np.abs(own.steps.actions).max() <= 1

@@ -91,7 +91,7 @@ def test_returns_and_scores_are_written_by_context(task):
         "parameters": SavedParameters(directory / "run").digest,
         "trajectories": identify(directory / "trajectories")[0],
     }
-    assert list(results["contexts"]) == ["own", "empty", "none"]
+    assert list(results["contexts"]) == ["own", "empty"]
     file = TrajectoryFile.open(directory / "trajectories")
     training = split_episodes(file.worlds, SMALL["data.held_out_share"])["train"]
     assert results["target"] == file.returns[training].max()
@@ -115,11 +115,11 @@ def in_room(room):
 @pytest.mark.thorough
 def test_contexts_begin_alike_and_hold_what_they_say(in_room):
     found = in_room["contexts"]
-    names = ["own", "empty", "none", "other", "random_3", "random_1"]
+    names = ["own", "empty", "other", "random_3", "random_1"]
     returns = {name: np.array(found[name]["returns"]) for name in names}
     before = [np.array(found[n]["recorded_returns"]).shape[1] for n in names]
-    assert before == [0, 0, 0, EPISODES - 1, 1, 1]  # of drawn ones, the mean
-    assert returns["own"].shape == returns["none"].shape == (ROWS, EPISODES)
+    assert before == [0, 0, EPISODES - 1, 1, 1]  # of drawn ones, the mean
+    assert returns["own"].shape == returns["empty"].shape == (ROWS, EPISODES)
     assert returns["other"].shape == returns["random_3"].shape == (ROWS, 1)
     of_row = returns["own"][:, -1] - returns["own"][:, 0]
     worlds = np.array(in_room["worlds"])

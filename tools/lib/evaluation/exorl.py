@@ -12,7 +12,6 @@ world, or trained on where there is one. Contexts are:
     own       the agent's own episodes, one after the other, in one context
     empty     every episode begins with an empty context: what is gained by context
               must be lost here. All that there is for models of single episodes
-    none      every step begins with an empty context
     other     the agent's own episodes in another world, of many; then one in the row's
     random_N  N episodes of actions drawn evenly, read at once through the ring; then
               one of the agent's (--random N ...)

@@ -16,13 +16,13 @@ class Context:
     scenes: each in a scene, with the seeds of its rows, int (E,).
     before: how many at the beginning are not asked for.
     drawn: how many at the beginning are of drawn actions.
-    forgets: before what the context is emptied: an "episode", a "step", "nothing".
+    forgets: whether the context is emptied before every episode.
     """
 
     scenes: list[tuple[Scene, np.ndarray]]
     before: int = 0
     drawn: int = 0
-    forgets: str = "nothing"
+    forgets: bool = False
 
 
 def contexts(
@@ -45,8 +45,7 @@ def contexts(
     numbers = [(own, of_rows) for of_rows in seeds.T]
     found = {
         "own": Context(numbers),
-        "empty": Context(numbers, forgets="episode"),
-        "none": Context(numbers, forgets="step"),
+        "empty": Context(numbers, forgets=True),
     }
     if len(worlds) > 1 and episodes > 1:
         other = scene(file, np.resize(np.roll(worlds, 1), rows))

@@ -38,19 +38,18 @@ class Play:
         self.actor.forget()
         self._done, returns, drawn = [], [], context.drawn
         chance = Chance(self.actor.choose)
-        slides = self.window and context.forgets == "nothing" and not drawn
+        slides = self.window and not (context.forgets or drawn)
         for played, (scene, seeds) in enumerate(context.scenes):
             rank = played
             if slides and played >= self.window:
                 self._drop_the_first()
                 rank = self.window - 1
-            if context.forgets == "episode":
+            if context.forgets:
                 self.actor.forget()
             if drawn and rank == drawn:
                 self.actor.read(self.steps())
             actor = chance if rank < drawn else self.actor
-            forgets = context.forgets == "step"
-            returns.append(self._episode(actor, scene, seeds, rank, forgets))
+            returns.append(self._episode(actor, scene, seeds, rank))
         return np.stack(returns, axis=1)
 
     def steps(self) -> ChainBatch:
@@ -78,18 +77,13 @@ class Play:
         self.actor.read(self.steps())
 
     def _episode(
-        self, actor: Actor, scene: Scene, seeds: np.ndarray, rank: int, forgets: bool
+        self, actor: Actor, scene: Scene, seeds: np.ndarray, rank: int
     ) -> np.ndarray:
-        """Plays an episode of the scene, and returns the rows' returns (E,).
-
-        forgets: whether the context is emptied before every step.
-        """
+        """Plays an episode of the scene, and returns the rows' returns (E,)."""
         observations, _ = scene.reset(seed=seeds.tolist())
         total, timestep = np.zeros(len(observations)), 0
         goes_on = np.ones(len(observations), bool)
         while goes_on.any():
-            if forgets:
-                actor.forget()
             present = self._present(observations, total, timestep, rank, goes_on)
             actions = actor.act(present)
             observations, rewards, over, timed_out, _ = scene.step(actions)
