@@ -2,18 +2,14 @@
 
 import contextlib
 import json
-import re
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-MOST_READ = 1 << 16
-"""Letters of a list that are read at a time, where its values are not longer."""
 MOST_OF_ONE = 1 << 30
-"""Bytes of a text, a line or a value of a list, each of which is held whole."""
-SPACES = re.compile(r"[ \t\n\r]*")
+"""Bytes of a text, a line or a list, each of which is held whole."""
 MOST_BYTES = 1 << 26
 """Limit of a file that describes others; the largest models' have a few MB."""
 
@@ -27,53 +23,6 @@ def parse_json(text: str | bytes) -> Any:
     """
     with _within_reason():
         return json.loads(text, object_pairs_hook=_object)
-
-
-def iterate_list(read: Callable[[int], str]) -> Iterator[Any]:
-    """Yields the values of a JSON list one by one, as `parse_json` would parse them.
-
-    read: returns up to a number of letters more of the list's text, "" at its end.
-      Memory holds about as many letters as the largest value has.
-
-    Raises:
-      ValueError: it is not a list, or as `parse_json`.
-    """
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
-    text, number = read(MOST_READ), 0
-
-    def rest(begin: int) -> str:
-        """Returns the text from the next letter on that is no space; "" at its end."""
-        found = text[SPACES.match(text, begin).end() :]
-        while not found and (more := read(MOST_READ)):
-            found = more[SPACES.match(more).end() :]
-        return found
-
-    text = rest(0)
-    if not text.startswith("["):
-        raise ValueError("it is not a list")
-    text = rest(1)
-    is_going_on = not text.startswith("]")
-    while is_going_on:
-        more = text
-        while True:
-            # A number may go on behind what has been read, and only then is it whole.
-            with contextlib.suppress(json.JSONDecodeError), _within_reason():
-                value, end = decoder.raw_decode(text)
-                if end < len(text) or not more:
-                    break
-            if not more:
-                raise ValueError(f"its value {number} is not JSON, or cut short")
-            check_size(len(text), f"its value {number}")
-            room = MOST_OF_ONE + 1 - len(text)
-            more = read(min(max(MOST_READ, len(text)), room))
-            text += more
-        yield value
-        text, number = rest(end), number + 1
-        is_going_on = text.startswith(",")
-        if is_going_on:
-            text = rest(1)
-    if not text.startswith("]") or rest(1):
-        raise ValueError(f"it does not end behind its {number} values")
 
 
 def check_size(size: int, what: str) -> None:

@@ -6,7 +6,6 @@ and without a word. A read that comes short, or fails, is an error like any othe
 """
 
 import contextlib
-import difflib
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -165,11 +164,7 @@ class PackedFormat:
         reach(directory)
         path = directory / self.index
         if not path.is_file():
-            others = directory.parent.glob(f"*/{self.index}")
-            names = [other.parent.name for other in others]
-            near = difflib.get_close_matches(directory.name, names, n=1)
-            why = f"; {directory.with_name(near[0])} is one" if near else ""
-            make = self.make
+            make, why = self.make, ""
             if directory.exists():
                 why = f", it has no {self.index}"
                 make = make.replace("TEXTS", str(directory))

@@ -52,21 +52,10 @@ def place(path: str | Path) -> Path:
 
 
 def reach(path: Path) -> None:
-    """Asks a path's bucket for it, whether it is there or not; does nothing on a disk.
-
-    Raises:
-      OSError: the bucket does not answer.
-      ValueError: the path was "gs://…" and is one on a disk, where nothing is.
-    """
-    scheme, *rest = path.parts or [""]
+    """Raises OSError where a path's bucket does not answer, if it is in one."""
     if is_bucket(path):
         with naming_lost(path):
             path.exists()
-    elif rest and scheme.endswith(":") and not path.exists():
-        raise ValueError(
-            f"{scheme}//{'/'.join(rest)} is in a bucket, which is not read or written "
-            "here: copy it to a disk, or mount the bucket (as with gcsfuse)"
-        )
 
 
 @contextlib.contextmanager

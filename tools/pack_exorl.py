@@ -20,6 +20,7 @@ from pathlib import Path
 
 from data.agents import exorl
 from data.agents.episodes import DOMAINS, Buffer
+from data.remote import place
 from tasks.command_line import Parser, as_program, at_least
 
 
@@ -31,7 +32,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--algorithm", required=True, help="rnd, proto, …, or scripted")
     tasks = "whose rewards are computed: run, swingup, goals, …"
     add("--task", required=True, nargs="+", help=tasks)
-    add("--cache", required=True, type=Path, help="directory of packed trajectories")
+    add("--cache", required=True, type=place, help="directory of packed trajectories")
     rewards = "rewards as the environment gives them, or as ExoRL's own code computes "
     rewards += f"them, without the action {default}"
     add("--relabelling", default="exact", choices=exorl.RELABELLINGS, help=rewards)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.json_text import read_json_object
 from data.remote import reach
 from data.text.row_files import FORMATS, TABLES, InputFile, check_beginning, ending
 from data.text.skipped import BadRow, Skipped
@@ -31,8 +30,8 @@ SPLIT_NAMES = {
 }
 SPLIT_NAME = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])")
 SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?!\d)")
-STATE, DICTIONARY = "state.json", "dataset_dict.json"
-"""Files of `save_to_disk`: of a folder with a split, and of that of the folders."""
+DICTIONARY = "dataset_dict.json"
+"""File of `save_to_disk` beside the folders, each with a split."""
 
 
 @dataclass(frozen=True)
@@ -124,25 +123,19 @@ def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
 
     Raises:
       FileNotFoundError: a data set lacks a file.
-      ValueError: the list of its files is damaged.
     """
-    listed = {path.parent: _listed(path) for path in files if path.name == STATE}
-    wanted = [path for paths in listed.values() for path in paths]
-    kept = []
+    kept, missing = [], []
     for path in files:
         if ending(path) not in TABLES:
             left_out.add(BadRow(str(path), "beside Parquet or Arrow files"))
-        elif path.parent in listed and path not in wanted:
-            left_out.add(BadRow(str(path), f"not listed in {STATE}"))
         elif path.name.startswith("cache-"):
             left_out.add(BadRow(str(path), "cache of a data set"))
         else:
             kept.append(path)
     # Behind its number a shard may have a digest of its own.
     shards = {(p.parent, *m.groups()) for p in kept if (m := SHARD.match(p.name))}
-    missing = [str(path) for path in wanted if path not in kept]
     for folder, name, count in sorted({(f, n, c) for f, n, _, c in shards}):
-        for number in range(int(count) if folder not in listed else 0):
+        for number in range(int(count)):
             if (folder, name, f"{number:05}", count) not in shards:
                 missing.append(f"{folder / name}-{number:05}-of-{count}")
     if missing:
@@ -151,18 +144,6 @@ def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
             "again, or name the files to read (--pattern)"
         )
     return kept
-
-
-def _listed(state: Path) -> list[Path]:
-    """Returns the files that `save_to_disk` says a folder has."""
-    try:
-        found = [file["filename"] for file in read_json_object(state)["_data_files"]]
-        return [state.parent / name for name in found]
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{state} does not list the files of a data set ({type(error).__name__}: "
-            f"{error}): save it again with a newer `datasets`, or as Parquet"
-        ) from error
 
 
 def _assign(

@@ -2,8 +2,8 @@
 
 All but Parquet and Arrow's file format, whose ends are read first, may be compressed,
 and so may texts: `.gz` or `.zst` behind the ending. Memory holds a row, a record batch
-or pages of a row group, whatever the size of the file; and a row that is longer than
-`MOST_OF_ONE`, as a small file may unpack to, is refused.
+or pages of a row group, whatever the size of the file, but lists of JSON whole; and a
+row, or list, beyond `MOST_OF_ONE`, as a small file may unpack to, is refused.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from data.json_text import (
     MOST_OF_ONE,
     check_size,
     is_unicode,
-    iterate_list,
     parse_json,
     short,
 )
@@ -216,9 +215,18 @@ def _json(
     if _first_letter(path) != b"[":
         yield from _json_lines(path, columns, None)
         return
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as text:
-        for number, row in enumerate(iterate_list(text.read)):
-            yield f"{path}[{number}]", row
+    for number, row in enumerate(parse_json(_all(path))):
+        yield f"{path}[{number}]", row
+
+
+def _all(path: Path) -> bytearray:
+    """Reads a file whole, but refuses one beyond `MOST_OF_ONE`."""
+    found = bytearray()
+    with open_bytes(path) as file:
+        while part := file.read(BUFFER_BYTES):
+            found += part
+            check_size(len(found), str(path))
+    return found
 
 
 def _first_letter(path: Path) -> bytes:
@@ -356,11 +364,9 @@ def _has_rows(file: InputFile, text_field: str) -> bool:
 
 def _whole(file: InputFile, text_field: str) -> dict[str, str] | BadRow:
     """Returns a row of the whole text of a file."""
-    where, found = str(file.path), bytearray()
-    with naming(file.path), open_bytes(file.path) as content:
-        while part := content.read(BUFFER_BYTES):
-            found += part
-            check_size(len(found), where)
+    where = str(file.path)
+    with naming(file.path):
+        found = _all(file.path)
     with contextlib.suppress(UnicodeDecodeError):
         text = found.decode("utf-8")
         # No text has the zero byte, and many binary files that decode by chance do.

@@ -143,19 +143,9 @@ class TokenFile:
         )
 
     @property
-    def offsets(self) -> np.ndarray:
-        """Where documents start, and the last ends, int64 (documents + 1,), read."""
-        return np.append(self.documents.between(-1, self.tokens.size), self.tokens.size)
-
-    @property
     def starts(self) -> np.ndarray:
         """Where in the stream each document starts, int64 (documents,), read."""
-        return self.offsets[:-1]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 (documents,), read."""
-        return np.diff(self.offsets)
+        return self.documents.between(-1, self.tokens.size)
 
     def ids(self, places: np.ndarray) -> np.ndarray:
         """Reads the tokens at these places of the stream, int32 of their shape.

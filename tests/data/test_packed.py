@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import socket
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,16 +156,13 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_has_is_not(tmp
 
 def test_missing_files_are_named(tmp_path, monkeypatch):
     made = write(tmp_path / "corpus")
-    for name, why in ("corpora", f"; {made} is one"), ("nowhere", ""):
-        match = f"^there is no corpus {tmp_path / name}{why}: .*tools.prepare_text"
-        with pytest.raises(FileNotFoundError, match=match):
-            open_train(tmp_path / name)
+    match = f"^there is no corpus {tmp_path / 'nowhere'}: .*tools.prepare_text"
+    with pytest.raises(FileNotFoundError, match=match):
+        open_train(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"it has no meta\.json"):
         open_train(tmp_path)
     with pytest.raises(FileNotFoundError, match="no trajectory file .*pack_exorl"):
         TrajectoryFile.open(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="^gs://a/b is in a bucket"):
-        TrajectoryFile.open(Path("gs://a/b"))
     monkeypatch.setattr(remote, "BUCKETS", {"gs": "missing", "s3": "s3fs"})
     with pytest.raises(ImportError, match="^gs://a/b needs missing, .*nts-buckets.txt"):
         TrajectoryFile.open("gs://a/b")

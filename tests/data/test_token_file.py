@@ -38,7 +38,7 @@ def test_documents_and_their_loss_masks_come_back(tmp_path):
     train = TokenFile.open(directory, "train")
     assert train.tokens[:].tolist() == [5, 6, 256, 7, 256, 8]
     assert train.tokens.dtype == np.uint16
-    assert (train.starts.tolist(), train.lengths.tolist()) == ([0, 3, 5], [3, 2, 1])
+    assert train.starts.tolist() == [0, 3, 5]
     assert (train.vocab_size, train.largest_token) == (257, 256)
     train.check_vocabulary(257)
     with pytest.raises(ValueError, match=r"token 256, .*vocab_size=256 .*least 257"):
@@ -46,7 +46,7 @@ def test_documents_and_their_loss_masks_come_back(tmp_path):
     assert train.weights(np.array([1, 2, 5])).tolist() == [False, True, True]
     validation = TokenFile.open(directory, "validation")
     assert validation.tokens[:].tolist() == [1, 2, 3, 256]
-    assert validation.offsets.tolist() == [0, 4]
+    assert validation.starts.tolist() == [0]
     assert validation.weights(np.arange(4)).tolist() == [False] * 3 + [True]
     # Little-endian, as documented.
     tokens = (directory / "train.tokens.bin").read_bytes()

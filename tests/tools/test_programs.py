@@ -133,11 +133,6 @@ def without_listed(root: Path) -> None:
     (root / "in/data-00001-of-00002.arrow").unlink()
 
 
-def without_list(root: Path) -> None:
-    tables.save_to_disk(root / "in", TEXTS)
-    (root / "in/state.json").write_text("{}")
-
-
 def of_splits(*names: str) -> Callable[[Path], Any]:
     return lambda root: tables.save_on_hub(root / "in", dict.fromkeys(names, TEXTS))
 
@@ -153,7 +148,7 @@ def rows(**more: Any) -> bytes:
 KNOWN = vars(tables) | {"TEXTS": TEXTS, "FIELD": FIELD, "WRONG": WRONG, "LFS": LFS}
 KNOWN |= {"FEATHER": FEATHER, "PACKED": PACKED, "MARKS": MARKS, "HI": HI, "HO": HO}
 KNOWN |= {"EOT": EOT, "LONG": LONG, "turns": turns, "rows": rows, "bytes": bytes}
-KNOWN |= {"range": range, "of_splits": of_splits, "without_list": without_list}
+KNOWN |= {"range": range, "of_splits": of_splits}
 KNOWN |= {"without_shard": without_shard, "without_listed": without_listed}
 
 

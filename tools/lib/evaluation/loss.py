@@ -23,6 +23,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from data import remote
 from data.batch import Batch
 from data.mixture import check_alike
 from data.rows import iterate
@@ -104,7 +105,7 @@ def set_corpus(config: ml_collections.ConfigDict, corpus: Path) -> None:
     """
     config.model.vocab_size = corpora.vocab_size(config)
     other, before = TokenFile.open(corpus, "train"), [*corpora.named(config)][:1]
-    if before and place(before[0]).is_dir():
+    if before and remote.place(before[0]).is_dir():
         check_alike([TokenFile.open(before[0], "train"), other])
     else:
         print(
@@ -192,7 +193,11 @@ def evaluate(
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate loss")
     add = parser.add_argument
-    add("--corpus", type=place, help="directory of prepare_text (default: the run's)")
+    add(
+        "--corpus",
+        type=remote.place,
+        help="directory of prepare_text (default: the run's)",
+    )
     add("--batches", type=at_least(1), help="of config.data.batch_rows (default: all)")
     add("--output", type=Path, help="file of rows to write, a new one")
     return parser.parse_known_args(arguments)
