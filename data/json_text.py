@@ -10,8 +10,6 @@ from typing import Any
 
 MOST_OF_ONE = 1 << 30
 """Bytes of a text, a line or a list, each of which is held whole."""
-MOST_BYTES = 1 << 26
-"""Limit of a file that describes others; the largest models' have a few MB."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -46,23 +44,16 @@ def _within_reason() -> Iterator[None]:
         raise
 
 
-def read_json_object(
-    path: Path, remedy: str = "copy it again", most: int = MOST_BYTES
-) -> dict[str, Any]:
+def read_json_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
     """Reads the object that a file holds.
 
-    remedy: what to do about a bad one. most: bytes of it.
+    remedy: what to do about a bad one.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it holds no JSON object, or more bytes.
+      ValueError: it holds no JSON object.
     """
-    size = path.stat().st_size
-    if size > most:
-        raise ValueError(
-            f"{path} has {size} bytes, and what it should hold takes {most} at "
-            f"most: {remedy}"
-        )
+    check_size(path.stat().st_size, str(path))
     try:
         found = parse_json(path.read_bytes())
     except ValueError as error:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from data.files import NewDirectory, describe_file
-from data.json_text import MOST_OF_ONE, read_json_object, short
+from data.json_text import read_json_object, short
 from data.remote import RangeReader, open_binary, place, reach
 
 FILES = "files"
@@ -172,7 +172,7 @@ class PackedFormat:
                 f"there is no {self.name} {directory}{why}: give the directory of one, "
                 f"or make one: {make}"
             )
-        found = read_json_object(path, self.remedy, MOST_OF_ONE)
+        found = read_json_object(path, self.remedy)
         version = found.get("version")
         if type(version) is not int or version != self.version:
             raise ValueError(

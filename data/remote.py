@@ -6,7 +6,7 @@ server is busy. What cannot be read after that is an OSError that names it.
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import io
 import os
 import weakref
@@ -40,14 +40,14 @@ def place(path: str | Path) -> Path:
     if kind not in BUCKETS:
         known = " or ".join(f"{name}://" for name in BUCKETS)
         raise NotImplementedError(f"{path}: give a path, or one in a bucket of {known}")
-    for package in BUCKETS[kind], "upath":
-        if not importlib.util.find_spec(package):
-            raise ImportError(
-                f"{path} needs {package}, which is not installed: install what "
-                "requirements-buckets.txt pins (make venv ACCELERATOR=buckets)"
-            )
-    from upath import UPath
-
+    try:
+        importlib.import_module(BUCKETS[kind])
+        from upath import UPath
+    except ImportError as error:
+        raise ImportError(
+            f"{path} needs {error.name}, which is not installed: install what "
+            "requirements-buckets.txt pins (make venv ACCELERATOR=buckets)"
+        ) from error
     return UPath(path)
 
 
