@@ -59,7 +59,7 @@ def test_every_option_in_the_text_is_one_of_some_program():
     for path in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
     named = {word for code in CODE for word in re.findall(r"(?:^| )(--[a-z-]+)", code)}
-    assert {"--suggest", "--relabelling"} <= named
+    assert {"--suggest", "--piece"} <= named
     assert named - known == set()
 
 

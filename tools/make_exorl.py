@@ -10,15 +10,11 @@ walks to places that are drawn too. Rewards are those of the domain's first task
 tools/pack_exorl.py computes the others'. The same seed makes the same files.
 """
 
-import functools
 import json
-import os
 import platform
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +54,7 @@ class Recipe:
     action_repeat: int = 1
 
 
-def make(recipe: Recipe, output: Path, processes: int = 1) -> Buffer:
+def make(recipe: Recipe, output: Path) -> Buffer:
     """Writes `output`/domain/scripted, whole or not at all.
 
     Raises:
@@ -77,16 +73,14 @@ def make(recipe: Recipe, output: Path, processes: int = 1) -> Buffer:
     try:
         folder = new.partial / "buffer"
         folder.mkdir()
-        record, numbers = functools.partial(_record, recipe, folder), recipe.episodes
-        progress = {"total": numbers, "unit": " episodes", "disable": None}
-        # A process that is forked would hold the locks of JAX's threads.
-        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-            each = pool.map if processes > 1 else map
-            returns = list(tqdm(each(record, range(numbers)), **progress))
+        task = environments.tasks(recipe.domain)[0]
+        environment = Environment(recipe.domain, task)
+        numbers = tqdm(range(recipe.episodes), unit=" episodes", disable=None)
+        returns = [_record(environment, recipe, folder, number) for number in numbers]
         meta = {
             "generator": "tools/make_exorl.py of Annulus: no data of ExoRL",
             "recipe": asdict(recipe),
-            "stored_task": environments.tasks(recipe.domain)[0],
+            "stored_task": task,
             "returns": quantiles(returns),
             "versions": {
                 "python": platform.python_version(),
@@ -101,13 +95,10 @@ def make(recipe: Recipe, output: Path, processes: int = 1) -> Buffer:
     return buffer
 
 
-# One takes as long to make as an episode.
-_environment = functools.cache(Environment)
-
-
-def _record(recipe: Recipe, folder: Path, number: int) -> float:
+def _record(
+    environment: Environment, recipe: Recipe, folder: Path, number: int
+) -> float:
     """Rolls out and writes an episode; returns its return."""
-    environment = _environment(recipe.domain, environments.tasks(recipe.domain)[0])
     size, rng = (
         DOMAINS[recipe.domain].action,
         np.random.default_rng([recipe.seed, number]),
@@ -172,12 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--action-repeat", type=at_least(1), default=1, help=held)
     add("--episodes", type=at_least(1), default=300, help=default)
     add("--seed", type=at_least(0), default=0, help=f"of all that is drawn {default}")
-    cores = len(os.sched_getaffinity(0))
-    count = f"that record; they change nothing {default}"
-    add("--processes", type=at_least(1), default=cores, help=count)
     given = vars(parser.parse_args(arguments))
-    output, processes = given.pop("output"), given.pop("processes")
-    directory = make(Recipe(**given), output, processes).directory
+    output = given.pop("output")
+    directory = make(Recipe(**given), output).directory
     meta = json.loads((directory / "meta.json").read_text())
     returns = ", ".join(f"{q} {value:.1f}" for q, value in meta["returns"].items())
     print(f"{meta['stored_task']}: returns {returns}\nwritten to {directory}")

@@ -33,11 +33,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     tasks = "whose rewards are computed: run, swingup, goals, …"
     add("--task", required=True, nargs="+", help=tasks)
     add("--cache", required=True, type=place, help="directory of packed trajectories")
-    rewards = "rewards as the environment gives them, or as ExoRL's own code computes "
-    rewards += f"them, without the action {default}"
-    add("--relabelling", default="exact", choices=exorl.RELABELLINGS, help=rewards)
-    skip = f"skip: leave bad files out, up to 1 %% of them {default}"
-    add("--on-bad", default="error", choices=exorl.ON_BAD, help=skip)
     most = f"steps to take, whole episodes by their numbers {default}, which is ExoRL's"
     add("--max-transitions", default=exorl.MAX_TRANSITIONS, type=at_least(1), help=most)
     held = f"steps that actions were held for, which become one {default}"

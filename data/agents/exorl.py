@@ -1,7 +1,6 @@
 """ExoRL: public episodes checked, their rewards computed for a task, and packed."""
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,29 +13,20 @@ from data.agents.environments import FAMILIES, Environment, versions
 from data.agents.episodes import BadEpisode, Buffer, Episode, read_episode, steps_of
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.files import describe_file, refuse_existing
-from data.json_text import read_json_object
 
 # ExoRL's own loader keeps the first million of up to ten.
 MAX_TRANSITIONS = 1_000_000
-# Of files that may be skipped: more are not an accident.
-BAD_SHARE = 0.01
 # Largest difference of an observation from what physics makes it.
 TOLERANCE = 1e-4
 # Rows whose observation is computed again.
 CHECKED_ROWS = 5
 QUANTILES = (0, 10, 25, 50, 75, 90, 100)
-ON_BAD = ("error", "skip")
-
-RELABELLINGS = ("exact", "exorl")
 
 
 @dataclass(frozen=True)
 class Selection:
     """Episodes to pack, and how they have to be.
 
-    relabelling: "exact", rewards as the environment gives them; or "exorl", as ExoRL's
-      own code computes them.
-    on_bad: "error", or "skip" for up to 1 % of the files.
     max_transitions: whole episodes are taken, in the order of their numbers, as long as
       they have no more steps than this, and one at least.
     action_repeat: steps of the environment that are packed as one, whose reward is
@@ -46,8 +36,6 @@ class Selection:
     worlds, seed: how many targets of a family of tasks are drawn, and by which seed.
     """
 
-    relabelling: str = "exact"
-    on_bad: str = "error"
     max_transitions: int = MAX_TRANSITIONS
     action_repeat: int = 1
     piece: int = 0
@@ -75,7 +63,7 @@ def pack(
 
     Raises:
       BadEpisode: a file is not an episode of the domain, or of another model of it.
-      ValueError: a task is unknown, or more than 1 % of the files are bad.
+      ValueError: a task is unknown.
       FileNotFoundError: there are no episodes.
       FileExistsError: something has one of these names already; it is not touched.
       ImportError: dm_control is missing.
@@ -104,7 +92,7 @@ def pack(
                 writer.about[difference] = max(writer.about[difference], float(stored))
             bar.update(episode.steps)
         for writer in writers:
-            writer.about |= {"sources": files.good, "bad_files": files.bad}
+            writer.about["sources"] = files.taken
     return [TrajectoryFile.open(folder / task) for task in tasks]
 
 
@@ -127,9 +115,7 @@ def _about(
         "domain": buffer.domain,
         "algorithm": buffer.algorithm,
         "task": environment.task,
-        "relabelling": selection.relabelling,
         "action_repeat": selection.action_repeat,
-        "generator": _generator(buffer),
         "versions": {"numpy": np.__version__} | versions(),
         "largest_difference_from_stored": 0.0,
     }
@@ -141,83 +127,44 @@ def _about(
 
 def describe(trajectories: TrajectoryFile) -> str:
     """Describes a trajectory file in a few lines."""
-    index, returns = trajectories.index, trajectories.returns
-    lengths, size = trajectories.lengths, trajectories.steps.nbytes / 1e6
-    marks = " ".join(f"{q:>8}%" for q in QUANTILES)
-    values = " ".join(f"{v:>9.2f}" for v in np.percentile(returns, QUANTILES))
-    difference = index["largest_difference_from_stored"]
+    lengths = trajectories.lengths
+    values = np.percentile(trajectories.returns, QUANTILES)
+    returns = ", ".join(f"{q}% {v:.2f}" for q, v in zip(QUANTILES, values, strict=True))
     return (
-        f"{index['domain']} {index['task']}, gathered by {index['algorithm']}, "
-        f"rewards {index['relabelling']}\n"
-        f"{len(returns):,} episodes of {lengths.min()} to {lengths.max()} steps, "
-        f"{lengths.sum():,} steps, {size:,.1f} MB\n"
-        f"returns  {marks}\n         {values}\n"
-        f"largest difference from stored rewards: {difference}\n"
-        f"bad files skipped: {len(index['bad_files'])}\n"
-        f"written to {trajectories.directory}"
+        f"{len(lengths):,} episodes of {lengths.min()} to {lengths.max()} steps, "
+        f"{lengths.sum():,} steps\n"
+        f"returns {returns}\nwritten to {trajectories.directory}"
     )
-
-
-def _generator(buffer: Buffer) -> dict[str, Any] | None:
-    """Returns tools/make_exorl.py's note on data that it made; None for others."""
-    path = buffer.directory / "meta.json"
-    if not path.is_file():
-        return None
-    try:
-        return read_json_object(path)
-    except ValueError as error:
-        raise ValueError(f"{error}, or remove it") from error
 
 
 class _Files:
     """A buffer's files, of which those within the selection's limits are read.
 
-    good: name, size, digest and steps of each episode. bad: name and reason.
+    taken: name, size, digest and steps of each episode.
     """
 
     def __init__(self, buffer: Buffer, selection: Selection):
         self._buffer, self._selection = buffer, selection
         self._paths = buffer.scan()
-        self.good: list[dict[str, Any]] = []
-        self.bad: list[dict[str, str]] = []
+        self.taken: list[dict[str, Any]] = []
 
     def read(
         self, environments: Sequence[Environment]
     ) -> Iterator[tuple[Episode, list[np.ndarray]]]:
-        """Yields the good episodes, with rewards in each environment, float (W, T)."""
-        taken = 0
+        """Yields the episodes, with rewards in each environment, float (W, T)."""
+        left = self._selection.max_transitions
         for path in self._paths:
-            try:
-                # By its name, so that no file is read in vain.
-                steps = steps_of(path)
-                if self.good and taken + steps > self._selection.max_transitions:
-                    break
-                episode = read_episode(path, self._buffer.domain)
-                _check_repeats(episode, self._selection.action_repeat)
-                rewards = [
-                    _rewards(episode, environment, self._selection)
-                    for environment in environments
-                ]
-            except BadEpisode as error:
-                if self._selection.on_bad == "error":
-                    raise
-                logging.getLogger(__name__).warning("skipped %s", error)
-                self.bad.append({"file": path.name, "reason": error.reason})
-                self._check_share(len(self._paths))
-                continue
-            taken += steps
-            self.good.append({"file": path.name, **describe_file(path), "steps": steps})
+            # By its name, so that no file is read in vain.
+            steps = steps_of(path)
+            if self.taken and steps > left:
+                break
+            episode = read_episode(path, self._buffer.domain)
+            _check_repeats(episode, self._selection.action_repeat)
+            rewards = [_rewards(episode, one) for one in environments]
+            left -= steps
+            about = {"file": path.name, **describe_file(path), "steps": steps}
+            self.taken.append(about)
             yield episode, rewards
-        self._check_share(len(self.good) + len(self.bad))
-
-    def _check_share(self, files: int) -> None:
-        if len(self.bad) > BAD_SHARE * files:
-            first = self.bad[0]
-            raise ValueError(
-                f"{len(self.bad)} of {files} files of {self._buffer.directory} are "
-                f"bad, more than {BAD_SHARE:.0%}; the first is {first['file']}: "
-                f"{first['reason']}"
-            )
 
 
 def _check_repeats(episode: Episode, action_repeat: int) -> None:
@@ -245,14 +192,11 @@ def _joined(
         yield episode.observation[rows], episode.action[1:][rows], rewards[:, piece]
 
 
-def _rewards(
-    episode: Episode, environment: Environment, selection: Selection
-) -> np.ndarray:
+def _rewards(episode: Episode, environment: Environment) -> np.ndarray:
     """Returns the rewards of an episode whose physics are those of the environment."""
     try:
         off = observation_error(environment, episode)
-        with_action = selection.relabelling == "exact"
-        rewards = computed_rewards(environment, episode, with_action)
+        rewards = computed_rewards(environment, episode)
     except ValueError as refusal:
         raise BadEpisode(episode.path, str(refusal)) from refusal
     if not off <= TOLERANCE:  # which nan is not
@@ -265,13 +209,11 @@ def _rewards(
     return rewards
 
 
-def computed_rewards(
-    environment: Environment, episode: Episode, with_action: bool = True
-) -> np.ndarray:
+def computed_rewards(environment: Environment, episode: Episode) -> np.ndarray:
     """Rewards as the environment gave, or would have given them: float64 (W, T).
 
-    with_action: False for ExoRL's own code, which leaves the action out. Rewards that
-      depend on it, as a cart-pole's, are up to a quarter higher there.
+    ExoRL's own code leaves the action out: rewards that depend on it, as a cart-pole's,
+    are up to a quarter higher there.
 
     Raises:
       ValueError: the simulator refuses a state of the episode.
@@ -280,8 +222,7 @@ def computed_rewards(
     steps = zip(episode.physics[1:], episode.action[1:], strict=True)
     for state, action in steps:
         environment.set_physics(state)
-        if with_action:
-            environment.set_control(action)
+        environment.set_control(action)
         rewards.append(environment.rewards())
     return np.stack(rewards, axis=1)
 

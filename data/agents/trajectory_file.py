@@ -308,11 +308,8 @@ class TrajectoryWriter(PackedWriter):
             or 0 in (*shapes[0], *shapes[1], len(rewards))
             or len({shape[1] for shape in shapes[1:-1]}) > 1
         ):
-            names = "observation", "action", "target"
-            given = zip(names, (part.shape for part in parts), strict=False)
-            said = ", ".join(f"{name}.shape={shape}" for name, shape in given)
             raise ValueError(
-                f"episode {number} has {said}, reward.shape={rewards.shape[1:]}: give "
+                f"episode {number} has arrays of {', '.join(map(str, shapes))}: give "
                 f"(T, observation), (T, action){' twice' * (len(parts) > 2)} and (T,), "
                 "and at least one of each"
             )

@@ -34,14 +34,6 @@ def test_rewards_and_observations_are_those_of_the_environment(tmp_path, domain,
     environment.reset(5)
     exact, *others = computed_rewards(environment, episode)
     assert np.abs(exact - given).max() < 1e-6 and len(others) == (family is not None)
-    published, *_ = computed_rewards(environment, episode, with_action=False)
-    if task == "balance":
-        # dm_control: reward falls with the square of the control, by a fifth at 1.
-        control = episode.action[1:, 0].astype(np.float64)
-        np.testing.assert_allclose(exact, published * (1 - control**2 / 5), rtol=1e-6)
-        assert (published / exact).max() > 1.15
-    else:
-        assert domain == "cartpole" or np.abs(published - given).max() < 1e-6
     assert observation_error(environment, episode) < 1e-6
     # All are compared but the Jaco arm's six torques.
     assert (~environment.recomputable).sum() == (6 if domain == "jaco" else 0)

@@ -132,8 +132,8 @@ def evaluate(
         "split": options.split,
         "action_repeat": file.action_repeat,
         "data_returns": quantiles(file.returns),
-        "references": references(file, of_rows, options.episodes)
-        | _simulated(file, play, needed, rows),
+        "references": _simulated(file, play, needed, rows)
+        or references(file, of_rows, options.episodes),
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **simulator},
         "environment": dataclasses.asdict(environment),

@@ -108,9 +108,8 @@ class Play:
         goes_on: np.ndarray,
     ) -> ChainBatch:
         """Returns the steps before the action, with zeros for what comes of it."""
-        rows = len(observations)
-        zeros, places = np.zeros(rows, np.float32), np.full(rows, 1, np.int32)
-        actions = np.zeros((rows, self.file.action_size), np.float32)
+        zeros, places = np.zeros(len(total), np.float32), np.ones(len(total), np.int32)
+        actions = np.zeros((len(total), self.file.action_size), np.float32)
         return ChainBatch(
             returns_to_go=(self.targets - total).astype(np.float32),
             observations=standardised(self.file, observations).astype(np.float32),
