@@ -174,7 +174,7 @@ class Slow(ByteTokenizer):
         return super().encode_all(texts, **options)
 
 def main(output, ray, *inputs):
-    units.UNIT_BYTES = 3000
+    units.UNIT_BYTES = 1000
     by = {"ray": ray} if ray else {"workers": 2}
     prepare([*map(Path, inputs)], Path(output), Slow(), **by)
 """
@@ -243,13 +243,13 @@ def test_a_ray_cluster_loses_a_worker_and_a_node(inputs, tmp_path, start):
         run = start(inputs, "new", cluster.address)
         wait_for(lambda: len(finished(tmp_path)) >= 2 and len(at_work(tmp_path)) == 2)
         os.kill(at_work(tmp_path)[0], signal.SIGKILL)
-        wait_for(lambda: len(finished(tmp_path)) >= 4 and len(at_work(tmp_path)) == 3)
+        wait_for(lambda: len(finished(tmp_path)) >= 4 and len(at_work(tmp_path)) >= 3)
         cluster.remove_node(lost, allow_graceful=False)
-        left = len(finished(tmp_path))
+        assert run.poll() is None
         assert run.communicate()[1] == "" and run.returncode == 0
     finally:
         cluster.shutdown()
-    assert left < 12 and content(tmp_path / "new") == content(tmp_path / "one")
+    assert content(tmp_path / "new") == content(tmp_path / "one")
 
 
 @pytest.mark.thorough
