@@ -5,13 +5,14 @@
 #   make test       the quick tests; ARGS="-k ring" picks some
 #   make test-thorough  what starts runs, processes, compilers or interpreters, as CI does
 #   make test-all   the slow tests too, which take hours
+#   make test-range the library alone, in empty environments with the oldest and newest jax
 #   make check      format, lint, types and quick tests, as a change must pass
 #   make format     put the code into its format
 #   make docs       the pages as a site, with an API page, in build/site
 #   make venv       only make .venv; it and train take ACCELERATOR=tpu, gpu, rl, ray,
 #                   buckets, wandb
 
-.PHONY: help train test test-thorough test-all check lint format docs venv venv-dev
+.PHONY: help train test test-thorough test-all test-range check lint format docs venv venv-dev
 # The environment is made once, before whatever uses it.
 .NOTPARALLEL:
 
@@ -43,6 +44,9 @@ test-thorough: venv-dev
 
 test-all: test test-thorough
 	$(PYTEST) --dist worksteal -m slow $(ARGS)
+
+test-range:
+	tools/test_range.sh $(RANGE)
 
 # The contracts in pyproject.toml are the import arrows.
 check: lint test

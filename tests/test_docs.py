@@ -231,10 +231,30 @@ def installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "annulus", kernels)
 
 
+NEEDS = re.compile(r"^# pip install (.*)$", re.MULTILINE)
+IN_OTHERS = [b for p in WITH_PROGRAMS for b in p.blocks("python") if NEEDS.match(b)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("block", IN_OTHERS, ids=lambda block: block.split("\n")[0])
+def test_programs_in_other_frameworks_run_where_these_are_installed(block, tmp_path):
+    """In an empty environment, by the lines that the program begins with."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "new"], check=True)
+    pip = tmp_path / "new/bin/python", "-m", "pip", "install", "-q"
+    for wanted in [str(ROOT), *NEEDS.findall(block)]:
+        subprocess.run([*pip, *wanted.split()], check=True)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    program = tmp_path / "new/bin/python", "-I", "-c", block
+    subprocess.run(program, check=True, cwd=tmp_path, env=environment)
+
+
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=str)
 def test_python_blocks_run(page, installed):
     for block in page.blocks("python"):
+        if NEEDS.match(block):
+            continue  # tested above
         names = {"__name__": "__main__"}
         exec(block, names)
         assert len(names) > 2  # and the builtins

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Build wheel and sdist of the library, and test them in empty environments.
+# Usage: test_range.sh [PYTHON JAX]...
+# PYTHON: a command, as python3.11. JAX: what pip installs, as jax==0.10.2 or jax.
+# The default is the oldest of both, then the newest. In each environment: the wheel,
+# the programs of README and docs/training_step.md away from the source, then the
+# library's own tests: FILES, without the kernels of a chip, which have one jax.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+[ $# -gt 0 ] || set -- python3.11 jax==0.10.2 python3.13 jax
+FILES=(attention batches bounds_fuzz checks decode_attention delta layout_choice layouts masks
+    merge reference ring ring_checks ring_transfers routes tile_ranges trees ulysses
+    unions)
+files=("${FILES[@]/#/tests/kernels/test_}")
+files=("${files[@]/%/.py}")
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+environment() { # name, python, packages: an environment with these alone
+    "$2" -m venv "$folder/$1"
+    "$folder/$1/bin/python" -m pip install -q --disable-pip-version-check "${@:3}"
+}
+
+program() { # page, file: its last program in Python
+    awk '/^```python$/ {text = ""; inside = 1; next} /^```$/ {inside = 0}
+        inside {text = text $0 "\n"} END {printf "%s", text}' "$1" >"$2"
+}
+
+environment build python3.12 build
+git archive HEAD | tar x -C "$folder" --one-top-level=source
+# The wheel is made from the sdist, which must be complete for that.
+"$folder/build/bin/python" -m build -q --outdir "$folder/dist" "$folder/source"
+ls "$folder/dist"
+mkdir "$folder/empty"
+program README.md "$folder/empty/readme.py"
+program docs/training_step.md "$folder/empty/step.py"
+while [ $# -gt 0 ]; do
+    name=${1##*/}-$2
+    environment "$name" "$1" "$2" "$folder"/dist/*.whl
+    python=$folder/$name/bin/python
+    (cd "$folder/empty" && time JAX_PLATFORMS=cpu "$python" -I readme.py)
+    "$python" -m pip install -q "$2" flax optax pytest pytest-timeout
+    (cd "$folder/empty" && time JAX_PLATFORMS=cpu "$python" -I step.py)
+    "$python" --version
+    "$python" -m pip list 2>/dev/null | grep -E '^(annulus|jax|flax|numpy)'
+    OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=cpu "$python" -m pytest -q \
+        -p no:cacheprovider -m "not slow and (quick or not thorough)" \
+        -k "not (pallas_tpu or hopper or triton)" \
+        "${files[@]}" ${ARGS:-}
+    shift 2
+done
