@@ -242,7 +242,11 @@ def test_programs_in_other_frameworks_run_where_these_are_installed(block, tmp_p
     """In an empty environment, by the lines that the program begins with."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "new"], check=True)
     pip = tmp_path / "new/bin/python", "-m", "pip", "install", "-q"
-    for wanted in [str(ROOT), *NEEDS.findall(block)]:
+    source = tmp_path / "source"  # building leaves files there
+    shutil.copytree(ROOT / "kernels", source / "kernels")
+    for name in "pyproject.toml", "README.md":
+        shutil.copy(ROOT / name, source)
+    for wanted in [str(source), *NEEDS.findall(block)]:
         subprocess.run([*pip, *wanted.split()], check=True)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     program = tmp_path / "new/bin/python", "-I", "-c", block

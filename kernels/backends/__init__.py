@@ -47,9 +47,6 @@ class _Implementations(Mapping[str, Backend]):
     def __len__(self) -> int:
         return len(self.anywhere) + len(self.chips)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.anywhere or name in self.chips
-
 
 @functools.cache  # so that it is logged once
 def _of_chip(name: str) -> Backend:
