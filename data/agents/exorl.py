@@ -55,12 +55,6 @@ def pack(
     rewards of their own. One file is read at a time, once for all tasks. Where an
     episode is bad, nothing is left behind.
 
-    Args:
-      buffer: where the episodes lie.
-      tasks: whose rewards are computed (see `environments.tasks`).
-      cache: where packed trajectories are kept.
-      selection: which episodes are taken; `Selection()` unless it is given.
-
     Raises:
       BadEpisode: a file is not an episode of the domain, or of another model of it.
       ValueError: a task is unknown.

@@ -100,6 +100,12 @@ def test_tasks_of_a_family_are_worlds_of_the_same_steps(tmp_path):
             episode = rolled_out(path, environment, 40, seed=number)
             given = episode.reward[1:, 0]
             np.testing.assert_allclose(rewards[world, number], given, atol=1e-6)
+    # Beside the steps stands what who knows the target does: goes there, and brakes.
+    steps = file.read(np.arange(240)).reshape(3, 80, 9)
+    ahead = steps[..., :2] + 0.3 * steps[..., 2:4]
+    wanted = np.clip((np.array(targets)[:, None] - ahead) / 0.1, -1, 1)
+    np.testing.assert_allclose(steps[..., 6:8], wanted, atol=1e-6)
+    assert file.has_targets and (np.abs(wanted) < 1).any()
     sums = rewards.sum(axis=-1, dtype=np.float64).ravel()
     np.testing.assert_allclose(file.returns, sums, rtol=1e-6)
     more = packed(buffer, "goals", tmp_path / "more", Selection(worlds=4, seed=2))

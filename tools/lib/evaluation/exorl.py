@@ -176,16 +176,13 @@ def _simulated(
     """Returns mean returns of drawn actions, and of who knows a family's targets."""
     if not (file.family and file.family.best and "own" in contexts):
         return {}
-    known, actors = file.targets[rows], {"random": Chance(play.actor.choose)}
-    actors["oracle"] = Knowing(
-        play.actor.choose, lambda seen: file.family.best(seen, known), file
-    )
-    own = contexts["own"]
-    played = {
-        name: dataclasses.replace(play, actor=one).play(own)
-        for name, one in actors.items()
-    }
-    return {name: float(of_worlds(x, rows).mean()) for name, x in played.items()}
+    choose, best = play.actor.choose, file.family.best
+    knowing = Knowing(choose, lambda seen: best(seen, file.targets[rows]), file)
+    found = {}
+    for name, one in {"random": Chance(choose), "oracle": knowing}.items():
+        returns = dataclasses.replace(play, actor=one).play(contexts["own"])
+        found[name] = float(of_worlds(returns, rows).mean())
+    return found
 
 
 def _own_last_over(

@@ -213,8 +213,7 @@ def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
             axes.set_ylim(bottom=0)
             below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 1}
             axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)
-    title = "Returns; bands and bars are 95 % intervals over environments and seeds"
-    figure.suptitle(title, color=INK, fontsize=12)
+    figure.suptitle("Returns, with 95 % intervals", color=INK, fontsize=12)
     return figure
 
 
