@@ -19,7 +19,9 @@ step:
   65b/v4  512 chips, 1 Mi tokens of context, ring 512
 qwen3_8b has the places of llama3_8b. olmo3_7b has the published recipe's contexts, of
 which the second begins with the parameters of the first and scales RoPE by YaRN in
-layers without a window; a device has 8 Ki tokens:
+layers without a window; a device has 8 Ki tokens. Learning rates are those of
+OLMo-core's scripts (src/scripts/official/OLMo3, midtrain and long-context), which fall
+linearly, here along a cosine; a step there has 2 and 4 Mi tokens:
   olmo3_7b/v5e_8k   32 chips, 8 Ki tokens of context, fsdp 32
   olmo3_7b/v5e      32 chips, 64 Ki tokens of context, fsdp 4 x ring 8
   olmo3_7b/h200_8k  8 GPUs,   8 Ki tokens of context, fsdp 8
@@ -32,7 +34,7 @@ Adapters alone (LoRA) on one host:
 Hardware: v5p:4x4x4, v6e:8x8, v5e:4x8, a host of H200s, or a TPU v4 slice of as many
   chips; others with --config.mesh.ring=DEVICES.
 Expected: planned and not run; see results/2026-11-23-families.md and
-  results/2026-11-23-fine-tuning.md.
+  results/2026-11-23-fine-tuning.md; olmo3_7b in results/2026-11-28-olmo3.md.
 """
 
 from typing import Any
@@ -169,8 +171,10 @@ def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     if model == "olmo3_7b":
         config.mesh.ring = context // 8
         config.mesh.fsdp = config.data.batch_rows = devices // config.mesh.ring
+        config.optimizer.update(peak_lr=2.0712e-4, end_lr=0.0, warmup_steps=0)
         if f"{place}_8k" in PLACES[model]:
             config.init_from = f"runs/{name}_8k"
+            config.optimizer.warmup_steps = 200
             config.may_change = ("rope_scaling", "window_rope_theta")
         else:
             config.rope_scaling = base.get_config().rope_scaling
