@@ -9,7 +9,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 [ $# -gt 0 ] || set -- python3.11 jax==0.10.2 python3.13 jax
-FILES=(attention batches bounds_fuzz checks decode_attention delta layout_choice layouts masks
+FILES=(attention batches checks decode_attention delta layout_choice layouts masks
     merge reference ring ring_checks ring_transfers routes tile_ranges trees ulysses
     unions)
 files=("${FILES[@]/#/tests/kernels/test_}")
