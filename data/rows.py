@@ -67,8 +67,8 @@ class CorpusRows(ABC):
         if self.rows < 1:
             raise ValueError(
                 f"split {self.corpus.split!r} of {self.corpus.directory}, of "
-                f"{self.corpus.tokens.size} tokens, has no row of {self.length} tokens and "
-                "what follows them: shorten the context or prepare more text"
+                f"{self.corpus.tokens.size} tokens, has no row of {self.length} tokens "
+                "and what follows them: shorten the context or prepare more text"
             )
 
     @property
