@@ -124,8 +124,7 @@ def open_bytes(path: Path) -> BinaryIO:
         return open_binary(path)
     import pyarrow
 
-    unpacked = pyarrow.input_stream(open_binary(path), compression=codec)
-    return io.BufferedReader(unpacked)
+    return io.BufferedReader(pyarrow.input_stream(open_binary(path), compression=codec))
 
 
 def read_rows(
@@ -364,8 +363,7 @@ def _has_rows(file: InputFile, text_field: str) -> bool:
 
 def _whole(file: InputFile, text_field: str) -> dict[str, str] | BadRow:
     """Returns a row of the whole text of a file."""
-    where = str(file.path)
-    with naming(file.path):
+    with naming(where := file.path):
         found = _all(file.path)
     with contextlib.suppress(UnicodeDecodeError):
         text = found.decode("utf-8")
@@ -377,7 +375,7 @@ def _whole(file: InputFile, text_field: str) -> dict[str, str] | BadRow:
             f"{where} is not UTF-8 text, nor of a known format: inputs are texts, or "
             f"{', '.join(FORMATS)} (and .gz, .zst): convert it"
         )
-    return BadRow(where, "files that are not UTF-8 text", is_error=False)
+    return BadRow(str(where), "files that are not UTF-8 text", is_error=False)
 
 
 def _document(

@@ -279,9 +279,8 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.path = path
         try:
-            self._model = sentencepiece.SentencePieceProcessor(
-                model_proto=path.read_bytes()
-            )
+            proto = path.read_bytes()
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
         except (OSError, RuntimeError, ValueError) as error:
             wrong = f"{path} must be a SentencePiece model: {error}"
             raise ValueError(wrong) from error
@@ -340,8 +339,7 @@ def open_tokenizer(spec: str) -> Tokenizer:
     if spec == ByteTokenizer.name:
         return ByteTokenizer()
     kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-    path = place(spec)
-    reach(path)
+    reach(path := place(spec))
     if path.is_dir():
         inside = [path / f"tokenizer{ending}" for ending in kinds]
         path = next((file for file in inside if file.is_file()), None)
