@@ -8,7 +8,6 @@ state is added. Of the tokens before a run only the convolution's last ones trav
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from .checks import checked_axes
-from .delta_rule import gated_delta, normalised, short_convolution, starting_map
+from .delta_rule import after, gated_delta, normalised, short_convolution
 from .layouts import Layout, check_length
 from .placement import placed
 from .precision import product
@@ -60,9 +59,8 @@ def make_delta_attention(
         positions: jax.Array,
         with_state: bool = False,
     ) -> Any:
-        tokens = positions.shape[1]
-        runs = checked_runs(layout, ring, tokens, slices, len(kernels[0]) - 1)
-        runs = replace(runs, axis_name=axes.tokens)
+        tokens, reach = positions.shape[1], len(kernels[0]) - 1
+        runs = checked_runs(layout, ring, tokens, slices, reach, axes.tokens)
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads)
         kernel = PartitionSpec(None, axes.heads)
         specs = (array,) * 3, (kernel,) * 3, array, array, PartitionSpec(*array[:2])
@@ -81,17 +79,22 @@ def make_delta_attention(
 
 
 def checked_runs(
-    layout: Layout, ring_size: int, tokens: int, slices: int, reach: int
+    layout: Layout,
+    ring_size: int,
+    tokens: int,
+    slices: int,
+    reach: int,
+    axes: tuple[str, ...] = (),
 ) -> Runs:
-    """Returns the runs of a sequence's shards, each in as many slices.
+    """Returns the runs of a sequence's shards, as `Runs.of`.
 
     reach: tokens that the convolution reads before a token.
 
     Raises:
-      ValueError: the tokens do not divide, or the layout leaves no such runs.
+      ValueError: the tokens do not divide, or the layout leaves shorter runs.
     """
     check_length(layout, ring_size, tokens, slices)
-    runs = Runs.of(layout, ring_size, tokens, slices)
+    runs = Runs.of(layout, ring_size, tokens, slices, axes)
     if runs.devices > 1 and runs.length < reach:
         raise ValueError(
             f"{layout} leaves runs of {runs.length} tokens on a device, and the "
@@ -111,22 +114,20 @@ def _of_shard(
     with_state: bool,
 ) -> Any:
     """Mixes a device's tokens, as `make_delta_attention` says."""
-    positions, log_decay, beta = map(runs.cut, (positions, log_decay, beta))
-    x = [runs.cut(part) for part in qkv]
-    tails = [runs.handed_on(part[:, :, 1 - len(kernels[0]) :]) for part in x]
+    *x, log_decay, beta, positions = map(runs.cut, (*qkv, log_decay, beta, positions))
+    tails = [runs.moved(part[:, :, 1 - len(kernels[0]) :]) for part in x]
     q, k, v = convolved(x, tails, kernels, positions)
-    rows, depth, values = v.shape[:2], k.shape[-1], v.shape[-1]
-    rule = functools.partial(gated_delta, q, k, v, log_decay, beta, positions == 0)
-    if runs.devices == 1:  # one run
-        out, state = rule(jnp.zeros((*rows, v.shape[-2], depth, values)))
-        state = state[:, 0]
-    else:
-        reads, maps = rule(starting_map((*rows, v.shape[-2]), depth, values))
-        starts, state = runs.states(maps, with_state)
-        read = product("brthd,brhdv->brthv", reads[..., values:], starts)
-        out = reads[..., :values] + read
+    depth, values, is_alone = k.shape[-1], v.shape[-1], runs.devices == 1
+    # Of the state before a run, if it is not known, the identity stands for it.
+    start = jnp.eye(depth, values + depth * (not is_alone), values)
+    out, state = gated_delta(q, k, v, log_decay, beta, positions == 0, start)
+    if not is_alone:
+        maps, starts = state, runs.states(state)
+        known, read = jnp.split(out, [values], axis=-1)
+        out = known + product("brthd,brhdv->brthv", read, starts)
+        state = after(maps, starts)
     out = out.reshape(*qkv[2].shape).astype(qkv[2].dtype)
-    return (out, state) if with_state else out
+    return (out, runs.last(state)) if with_state else out
 
 
 def convolved(

@@ -4,7 +4,7 @@ A head's state S (D, V) is read by queries and written by keys and values:
 
     S <- exp(log_decay) S;   S <- S + beta k (v - S^T k)^T;   out = S^T q
 
-So tokens are an affine map of the state, S -> A S + B: `starting_map` has A and B.
+So tokens are an affine map of the state, S -> A S + B (see `after`).
 Within a chunk the writes of all tokens are one triangular solve (the UT transform of
 2406.06484); between chunks a loop carries the state. Everything is in float32.
 """
@@ -38,61 +38,67 @@ def gated_delta(
     q, k: (…, T, H, D), normalised. v: (…, T, H, V). log_decay: (…, T, H), at most 0.
     beta: (…, T, H), from 0 to 1. A token with both 0 leaves the state as it is.
     is_first: bool (…, T), tokens of which the state is zero before they write.
-    state: (…, H, D, W), the state before the first token. Of columns beyond the first
-      V the values are 0.
+    state: (…, H, D, W), or what becomes that, before the first token. Of columns beyond
+      the first V the values are 0.
     """
-    tokens, wide = q.shape[-3], state.shape[-1] - v.shape[-1]
-    size = min(CHUNK, tokens)
+    tokens, depth, values = q.shape[-3], *state.shape[-2:]
+    size, lead = min(CHUNK, tokens), q.ndim - 3
+    state = jnp.broadcast_to(state, (*q.shape[:lead], q.shape[-2], depth, values))
 
-    def chunks(x: jax.Array, axis: int) -> jax.Array:
-        """Cuts the tokens into chunks: (chunks, …, size, …), float32."""
-        axis += x.ndim
-        widths = [(0, -tokens % size if i == axis else 0) for i in range(x.ndim)]
-        x = jnp.pad(x, widths).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0).astype(jnp.float32)
+    def chunks(x: jax.Array) -> jax.Array:
+        """Cuts the tokens (…, T, H, …) into chunks: (chunks, …, H, size, …) float32."""
+        widths = [(0, -tokens % size if axis == lead else 0) for axis in range(x.ndim)]
+        x = jnp.pad(x, widths).astype(jnp.float32)
+        x = x.reshape(*x.shape[:lead], -1, size, *x.shape[lead + 1 :])
+        return jnp.moveaxis(jnp.moveaxis(x, lead + 2, lead + 1), lead, 0)
 
-    q, k, v = (jnp.swapaxes(chunks(x, -3), -3, -2) for x in (q, k, v))  # (…, H, C, D)
-    log_decay, beta = (jnp.swapaxes(chunks(x, -2), -2, -1) for x in (log_decay, beta))
-    document = jnp.cumsum(chunks(is_first, -1), axis=-1)[..., None, :]  # (…, 1, C)
-    log_decay = jnp.where(jnp.diff(document, prepend=0) > 0, 0, log_decay)
+    operands = q, k, v, log_decay, beta, is_first[..., None]
+    q, k, v, log_decay, beta, is_first = map(chunks, operands)
+    document = jnp.cumsum(is_first, axis=-1)  # (…, 1, C)
+    log_decay = jnp.where(is_first > 0, 0, log_decay)
     total = jnp.cumsum(log_decay, axis=-1)  # (…, H, C)
-    # Of document 0 are the tokens that the state before the chunk reaches.
-    kept = jnp.where(document == 0, jnp.exp(total), 0)
-    is_last = document == document[..., -1:]
-    left = jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)  # at the chunk's end
-
-    sees = jnp.tri(size, dtype=bool) & (document[..., None] == document[..., None, :])
     between = total[..., None] - total[..., None, :]  # (…, H, C, C)
+    sees = jnp.tri(size, dtype=bool) & (document[..., None] == document[..., None, :])
     decay = jnp.exp(jnp.where(sees, between, -jnp.inf))
+    # Of document 0 are the tokens that the state before the chunk reaches.
+    kept = jnp.where(document == 0, jnp.exp(total), 0)[..., None]
     scores = decay * product("...id,...jd->...ij", q, k)
     system = decay * beta[..., None] * product("...id,...jd->...ij", k, k)
-    written = jnp.concatenate([v, kept[..., None] * k], axis=-1) * beta[..., None]
+    written = jnp.concatenate([v, kept * k], axis=-1) * beta[..., None]
     solve = functools.partial(solve_triangular, lower=True, unit_diagonal=True)
-    values, read = jnp.split(solve(system, written), [v.shape[-1]], axis=-1)
-    values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, wide)])
+    own, read = jnp.split(solve(system, written), [v.shape[-1]], axis=-1)
+    own = jnp.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, values - v.shape[-1])])
 
     def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        values, read, queries, scores, keys, stays = chunk
-        new = values - product("...cd,...dw->...cw", read, state)  # (…, H, C, W)
+        own, read, queries, scores, keys, stays = chunk
+        new = own - product("...cd,...dw->...cw", read, state)  # (…, H, C, W)
         out = product("...cd,...dw->...cw", queries, state)
         out += product("...ij,...jw->...iw", scores, new)
-        state = stays[..., None, None] * state
-        return state + product("...cd,...cw->...dw", keys, new), out
+        return stays * state + product("...cd,...cw->...dw", keys, new), out
 
-    keys = left[..., None] * k
-    chunked = values, read, kept[..., None] * q, scores, keys, kept[..., -1]
+    is_last = document == document[..., -1:]
+    keys = jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)[..., None] * k
+    chunked = own, read, kept * q, scores, keys, kept[..., -1:, :]
     state, out = lax.scan(step, state.astype(jnp.float32), chunked)
-    out = jnp.moveaxis(jnp.swapaxes(out, -3, -2), 0, -4)  # (…, chunks, C, H, W)
-    return out.reshape(*out.shape[:-4], -1, *out.shape[-2:])[..., :tokens, :, :], state
+    out = jnp.moveaxis(
+        jnp.moveaxis(out, 0, lead), lead + 1, lead + 2
+    )  # (…, n, C, H, W)
+    return out.reshape(*out.shape[:lead], -1, *out.shape[-2:])[
+        ..., :tokens, :, :
+    ], state
 
 
-def starting_map(rows: tuple[int, ...], depth: int, values: int) -> jax.Array:
-    """Returns the state whose results are an affine map: (*rows, D, V + D).
+def after(one: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Applies an affine map of states to states, or to the columns of an earlier map.
 
-    The last D columns of what comes out multiply the state that is not known yet.
+    one: (…, D, V + D), of S -> A S + B: B, and then A; as what the rule makes of a
+      state whose last D columns are the identity, and zeros before them.
+    earlier: states (…, D, V), or a map (…, D, V + D).
     """
-    identity = jnp.eye(depth, values + depth, values, jnp.float32)
-    return jnp.broadcast_to(identity, (*rows, depth, values + depth))
+    depth, width = one.shape[-2:]
+    found = product("...de,...ew->...dw", one[..., width - depth :], earlier)
+    widths = [(0, 0)] * (one.ndim - 1) + [(0, earlier.shape[-1] - (width - depth))]
+    return found + jnp.pad(one[..., : width - depth], widths)
 
 
 def normalised(x: jax.Array) -> jax.Array:

@@ -110,11 +110,10 @@ def delta_shapes(
         return ()
     keys = config.delta_key_heads, config.delta_key_dim
     values = config.delta_value_heads, config.delta_value_dim
-    state = layers, rows, values[0], keys[1], values[1]
-    tails = ((layers, rows, config.delta_convolution - 1, *x) for x in (keys,) * 2)
+    first, tail = (layers, rows), (config.delta_convolution - 1,)
     like = jax.ShapeDtypeStruct
-    value = layers, rows, config.delta_convolution - 1, *values
-    return like(state, jnp.float32), *(like(x, dtype) for x in (*tails, value))
+    state = like((*first, values[0], keys[1], values[1]), jnp.float32)
+    return state, *(like((*first, *tail, *x), dtype) for x in (keys, keys, values))
 
 
 def fill(
@@ -151,14 +150,15 @@ def fill(
 
     taken = index != EMPTY
 
-    def mix_and_keep(qkv, kernels, log_decay, beta, _):
+    def mix_and_keep(qkv, kernels, log_decay, beta, _, stacks, layer):
         # Padding comes last, and leaves the state as it is.
         gates = (jnp.where(taken[..., None], x, 0) for x in (log_decay, beta))
         out, state = mix(qkv, kernels, *gates, index, with_state=True)
         ends = taken.sum(axis=1) - jnp.arange(len(kernels[0]) - 1, 0, -1)[:, None]
         is_tail = (index == ends[..., None])[..., None, None]  # (W - 1, B, T, 1, 1)
         tails = (jnp.where(is_tail, x, 0).sum(axis=2) for x in qkv)
-        return out, (state, *(jnp.swapaxes(x, 0, 1) for x in tails))
+        new = state, *(jnp.swapaxes(x, 0, 1) for x in tails)
+        return out, _written(stacks, new, layer)
 
     run = _through(decoder, x, index, cache, attend_and_keep, mix_and_keep)
     x, ((keys, values), delta) = run
@@ -227,10 +227,12 @@ def append(
         out = operations.attend(q, keys, values, indices, visible, layer, **sinks)
         return out, (keys, values)
 
-    def keep_and_mix(qkv, kernels, log_decay, beta, _, held):
-        return advance(qkv, kernels, log_decay, beta, held)
+    def keep_and_mix(qkv, kernels, log_decay, beta, _, stacks, layer):
+        held = tuple(x[layer] for x in stacks)
+        out, new = advance(qkv, kernels, log_decay, beta, held)
+        return out, _written(stacks, new, layer)
 
-    run = _through(decoder, x, index, cache, keep_and_attend, keep_and_mix, True)
+    run = _through(decoder, x, index, cache, keep_and_attend, keep_and_mix)
     x, ((keys, values), delta) = run
     slot = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
     taken = jnp.where(index != EMPTY, slot, 0).max()
@@ -266,6 +268,12 @@ def cut(cache: Cache, lengths: jax.Array) -> Cache:
     )
 
 
+def _written(stacks: tuple, new: tuple, layer: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the stacks (Y, …) with what is new of a layer."""
+    write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return tuple(write(*pair) for pair in zip(stacks, new, strict=True))
+
+
 def _check_index(x: jax.Array, index: jax.Array) -> None:
     if index.shape != x.shape[:2] or index.dtype != jnp.int32:
         raise ValueError(
@@ -281,43 +289,27 @@ def _through(
     cache: Cache,
     attend: Callable[..., tuple[jax.Array, Any]],
     mix: Callable[..., tuple[jax.Array, Any]],
-    goes_on: bool = False,
 ) -> tuple[jax.Array, Stacks]:
     """Runs all layers and the norm, with the cache's stacks as a carry.
 
-    goes_on: whether `mix` is given what the layer held before.
+    attend, mix: given the stacks of their kind and the layer's number; return both too.
     """
-    stacks = [x for x in (decoder.layers, decoder.delta_layers) if x is not None]
-    structures, parameters = zip(*map(nnx.split, stacks), strict=True)
+    own = [x for x in (decoder.layers, decoder.delta_layers) if x is not None]
+    structures, parameters = zip(*map(nnx.split, own), strict=True)
     kinds = decoder.kinds(jnp.where(index == EMPTY, 0, index), attend, mix)
 
     def layer(
         carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, _: None
     ) -> tuple[jax.Array, Stacks]:
-        (x, (stacks, delta)), (place, attend) = carry, kinds[kind]
-        stack = decoder.turns[kind]
+        (x, stacks), (place, attend), stack = carry, kinds[kind], decoder.turns[kind]
         # Not from slices of a group: those would be copied.
         own = jax.tree.map(
             lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False),
             parameters[stack],
         )
-        own = nnx.merge(structures[stack], own)
-
-        def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, **sinks: jax.Array):
-            return attend(q, k, v, stacks, number, **sinks)
-
-        def mix_here(*gated: Any):
-            at = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-            held = (tuple(at(x, number) for x in delta),) * goes_on
-            return attend(*gated, *held)
-
-        if not stack:
-            x, stacks = own.with_cache(x, place, attend_here)
-            return x, (stacks, delta)
-        x, new = own.with_cache(x, place, mix_here)
-        write = jax.lax.dynamic_update_index_in_dim
-        pairs = zip(delta, new, strict=True)
-        return x, (stacks, tuple(write(x, y, number, 0) for x, y in pairs))
+        here = functools.partial(attend, stacks=stacks[stack], layer=number)
+        x, new = nnx.merge(structures[stack], own).with_cache(x, place, here)
+        return x, (*stacks[:stack], new, *stacks[stack + 1 :])
 
     # Carried, not stacked up from the layers: so it is written where it is.
     carry = x, ((cache.keys, cache.values), cache.delta)

@@ -18,7 +18,9 @@ Mix = Callable[..., Any]
 As `kernels.delta_attention.make_delta_attention` says.
 """
 
-GATE_AXES = "batch", "sequence", "heads"
+QKV = "query", "key", "value"
+HEADS = "batch", "sequence", "heads", None
+"""Names of axes (B, T, H, …)."""
 
 
 class DeltaNet(nnx.Module):
@@ -39,28 +41,26 @@ class DeltaNet(nnx.Module):
         embed, heads = config.hidden_size, config.delta_value_heads
         of_keys = config.delta_key_heads, config.delta_key_dim
         of_values, width = (heads, config.delta_value_dim), config.delta_convolution
-        of_heads = {"query": of_keys, "key": of_keys, "value": of_values}
-        for name, size in of_heads.items():
-            into = "embed", "heads", None
-            setattr(self, name, matrix(rngs, (embed, *size), into, INITIAL_STDDEV))
-            kernel = matrix(rngs, (width, *size), (None, "heads", None), width**-0.5)
+        into = "embed", "heads", None
+
+        def projection(*size: int) -> nnx.Param:
+            return matrix(rngs, (embed, *size), into[: 1 + len(size)], INITIAL_STDDEV)
+
+        for name, size in zip(QKV, (of_keys, of_keys, of_values), strict=True):
+            setattr(self, name, projection(*size))
+            kernel = matrix(rngs, (width, *size), (None, *into[1:]), width**-0.5)
             setattr(self, f"{name}_kernel", kernel)
-        into, draw = ("embed", "heads"), jax.random.uniform
-        self.output_gate = matrix(
-            rngs, (embed, *of_values), (*into, None), INITIAL_STDDEV
-        )
-        self.beta = matrix(rngs, (embed, heads), into, INITIAL_STDDEV)
-        self.decay = matrix(rngs, (embed, heads), into, INITIAL_STDDEV)
-        rates = draw(rngs.params(), (heads,), minval=0.01, maxval=16)
+        self.output_gate = projection(*of_values)
+        self.beta, self.decay = projection(heads), projection(heads)
+        rates = jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16)
         self.log_rate = nnx.Param(jnp.log(rates), axes=("heads",))
         self.decay_bias = nnx.Param(jnp.ones((heads,)), axes=("heads",))
         self.norm = RMSNorm(config, of_values[1:])
         self.norm.offset = 0.0  # of which the scale is not centred at zero
         self.norm.scale[...] = jnp.ones_like(self.norm.scale[...])
-        stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
-        self.output = matrix(
-            rngs, (*of_values, embed), ("heads", None, "embed"), stddev
-        )
+        out_axes, stddev = ("heads", None, "embed"), (2 * config.num_layers) ** -0.5
+        stddev *= INITIAL_STDDEV
+        self.output = matrix(rngs, (*of_values, embed), out_axes, stddev)
         self.partition, self.remat = partition, execution.remat
 
     def __call__(
@@ -68,38 +68,24 @@ class DeltaNet(nnx.Module):
     ) -> jax.Array:
         """Returns the mixing of norm(x), projected back: (B, T, E), as x."""
         x = norm(x) if norm else x
-        return self._combine(mix(*self.project(x), positions), x)
+        return self.with_cache(x, positions, lambda *qkv: (mix(*qkv), None))[0]
 
     def with_cache(
         self, x: jax.Array, positions: jax.Array, mix: Mix
     ) -> tuple[jax.Array, Any]:
         """Returns the mixing of x, projected back, and what mix returns too."""
-        out, cache = mix(*self.project(x), positions)
-        return self._combine(out, x), cache
-
-    def project(self, x: jax.Array) -> tuple[Any, ...]:
-        """Returns q and k (B, T, K, D), v (B, T, H, V), their kernels, and gates.
-
-        The gates are log_decay and beta, float32 (B, T, H).
-        """
-        axes = *GATE_AXES, None
-        names = "query", "key", "value"
-        qkv = tuple(self._product(x, name, (RESIDUAL, axes)) for name in names)
-        kernels = tuple(getattr(self, f"{name}_kernel")[...] for name in names)
+        qkv = tuple(self._product(x, name, (RESIDUAL, HEADS)) for name in QKV)
+        kernels = tuple(getattr(self, f"{name}_kernel")[...] for name in QKV)
         beta, decay = (
-            self._product(x, name, (RESIDUAL, GATE_AXES)).astype(jnp.float32)
+            self._product(x, name, (RESIDUAL, HEADS[:3])).astype(jnp.float32)
             for name in ("beta", "decay")
         )
         rate = jnp.exp(self.log_rate[...])
-        log_decay = -rate * jax.nn.softplus(decay + self.decay_bias[...])
-        return qkv, kernels, log_decay, jax.nn.sigmoid(beta)
-
-    def _combine(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        """Normalises, gates and projects back the heads' results (B, T, H, V)."""
-        axes = *GATE_AXES, None
-        gate = self._product(x, "output_gate", (RESIDUAL, axes)).astype(jnp.float32)
-        y = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate)
-        return self._product(y.astype(x.dtype), "output", (axes, RESIDUAL))
+        log_decay = -rate * jax.nn.softplus(decay + self.decay_bias[...])  # (B, T, H)
+        out, cache = mix(qkv, kernels, log_decay, jax.nn.sigmoid(beta), positions)
+        gate = self._product(x, "output_gate", (RESIDUAL, HEADS)).astype(jnp.float32)
+        y = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate)  # (B, T, H, V)
+        return self._product(y.astype(x.dtype), "output", (HEADS, RESIDUAL)), cache
 
     def _product(self, x: jax.Array, name: str, sides: tuple[Axes, Axes]) -> jax.Array:
         partition, inputs = self.partition, len(sides[0]) - 2

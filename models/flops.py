@@ -50,8 +50,7 @@ def num_adapter_parameters(config: DecoderConfig) -> int:
 
 def _sides(config: DecoderConfig) -> list[dict[str, tuple[int, int]]]:
     """Returns inputs and outputs of each layer's matrices, by name."""
-    of_kind = config.matrix_sides, config.delta_sides
-    return [of_kind[kind.is_delta] for kind in config.layer_kinds]
+    return [config.matrix_sides(kind.is_delta) for kind in config.layer_kinds]
 
 
 def _num_delta_vectors(config: DecoderConfig) -> int:

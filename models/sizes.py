@@ -207,7 +207,7 @@ class DecoderConfig:
                 f"window_rope_theta={self.window_rope_theta} needs {WINDOW!r} in "
                 f"layer_pattern={self.layer_pattern!r}: set it to 0"
             )
-        sides = [self.matrix_sides[name] for name in self.lora.matrices]
+        sides = [self.matrix_sides()[name] for name in self.lora.matrices]
         least = min((size for pair in sides for size in pair), default=0)
         if self.lora.rank > least:
             found.append(
@@ -237,34 +237,19 @@ class DecoderConfig:
             ]
         return []
 
-    @property
-    def matrix_sides(self) -> dict[str, tuple[int, int]]:
+    def matrix_sides(self, is_delta: bool = False) -> dict[str, tuple[int, int]]:
         """Returns inputs and outputs of the matrices of a layer, by name."""
-        embed = self.hidden_size
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "query": (embed, heads * (1 + self.attention_gate)),
-            "key": (embed, kv),
-            "value": (embed, kv),
-            "output": (heads, embed),
-            **self._feed_forward_sides,
-        }
-
-    @property
-    def delta_sides(self) -> dict[str, tuple[int, int]]:
-        """Returns the same of a layer with Gated DeltaNet."""
-        embed, heads = self.hidden_size, self.delta_value_heads
-        keys = self.delta_key_heads * self.delta_key_dim
-        values = heads * self.delta_value_dim
-        inputs = {"query": keys, "key": keys, "value": values, "output_gate": values}
-        inputs |= {"beta": heads, "decay": heads}
-        sides = {name: (embed, size) for name, size in inputs.items()}
-        return sides | {"output": (values, embed), **self._feed_forward_sides}
-
-    @property
-    def _feed_forward_sides(self) -> dict[str, tuple[int, int]]:
+        into = {"query": heads * (1 + self.attention_gate), "key": kv, "value": kv}
+        if is_delta:
+            kv = self.delta_key_heads * self.delta_key_dim
+            heads = self.delta_value_heads * self.delta_value_dim
+            into = {"query": kv, "key": kv, "value": heads, "output_gate": heads}
+            into |= dict.fromkeys(("beta", "decay"), self.delta_value_heads)
         embed, wide = self.hidden_size, self.feed_forward_size
-        return {"gate": (embed, wide), "up": (embed, wide), "down": (wide, embed)}
+        sides = {name: (embed, size) for name, size in into.items()}
+        sides |= {"gate": (embed, wide), "up": (embed, wide)}
+        return sides | {"output": (heads, embed), "down": (wide, embed)}
 
     @property
     def rotary_dim(self) -> int:

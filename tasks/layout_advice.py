@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 
 from kernels.layouts import Layout, Striped, Zigzag
-from tasks.layout_choice import SEED, ranked_choices
+from tasks.layout_choice import SEED, ranked_choices, state_times, states_of
 from tasks.run import Run
 from tasks.systems import AUTO
 
@@ -31,6 +31,7 @@ def row_lines(run: Run) -> Iterator[str]:
     """Yields the lines on what rows cost, and on their layout, if there are any."""
     yield from _wrapped(padding_line(run))
     yield from _wrapped(layout_line(run))
+    yield from _wrapped(states_line(run))
 
 
 def _wrapped(line: str) -> list[str]:
@@ -76,6 +77,19 @@ def layout_line(run: Run) -> str:
     return (
         f"layout: {mine} takes {found[mine] / least:.2f} times as long as {best}, "
         f"{what}: set config.attention={AUTO}"
+    )
+
+
+def states_line(run: Run) -> str:
+    """Returns a line on what the states of Gated DeltaNet take; "" without it."""
+    if (states := states_of(run)) is None:
+        return ""
+    products, waits = state_times(run, run.chip)
+    layers = len(run.sizes.numbers(is_delta=True))
+    return (
+        f"states: {layers} layers of Gated DeltaNet, {1e3 * products:.3g} ms a step by "
+        f"peaks; a device sends {states.sent() / 1e6:.3g} MB a layer and pass, maps "
+        f"and tokens for the convolution, and waits {1e3 * waits:.3g} ms a step"
     )
 
 

@@ -19,9 +19,11 @@ from kernels.cost.choice import (
     slower_links,
 )
 from kernels.cost.clock import Heads, Ring, Times
+from kernels.cost.states import States
 from kernels.cost.work import Row, Sequence, document_spans
 from kernels.device import rings_both_ways
 from kernels.layouts import Striped
+from kernels.ring.runs import Runs
 from kernels.ring.ulysses import share_heads
 from models.memory import RERUN
 from tasks import corpora
@@ -107,8 +109,39 @@ def attention_seconds(run: "Run", choice: Choice, slower: float = 1.0) -> float:
 
     slower: times that links take longer.
     """
-    passes = ring_passes(run.choosing(choice), slower_links(run.chip, slower))
-    return sum(one.times * sum(one.spent) for one in passes)
+    chosen, chip = run.choosing(choice), slower_links(run.chip, slower)
+    passes = ring_passes(chosen, chip)
+    rings = sum(one.times * sum(one.spent) for one in passes)
+    return rings + sum(state_times(chosen, chip))
+
+
+def states_of(run: "Run") -> States | None:
+    """Returns the states of a layer with Gated DeltaNet; None in models without."""
+    sizes, partition = run.sizes, run.partition
+    if not (width := sizes.delta_convolution):
+        return None
+    tensor, tokens = partition.mesh.shape["tensor"], run.token_shape[1]
+    runs = Runs.of(run.layout, partition.ring_size, tokens, partition.slices)
+    sides = sizes.matrix_sides(is_delta=True)
+    channels = sum(sides[name][1] for name in ("query", "key", "value"))
+    return States(
+        runs,
+        run.local_tokens * runs.devices // tokens,
+        sizes.delta_value_heads // tensor,
+        sizes.delta_key_dim,
+        sizes.delta_value_dim,
+        (width - 1) * channels // tensor * run.compute_dtype.itemsize,
+    )
+
+
+def state_times(run: "Run", chip: Chip) -> tuple[float, float]:
+    """Returns seconds of a step's states: of products, and of transfers."""
+    if (states := states_of(run)) is None:
+        return 0.0, 0.0
+    products, sent = states.forward(chip)
+    forwards = 1 if run.config.remat == "everything" else 2
+    layers = len(run.sizes.numbers(is_delta=True)) * run.config.train.microbatches
+    return layers * (forwards + 2) * products, layers * (forwards + 1) * sent
 
 
 class Pass(NamedTuple):

@@ -109,12 +109,11 @@ _OF_LAYERS = {
     "feed_forward.down": ("mlp.down_proj.weight", 1),
 }
 _OF_DELTA = {
-    "attention.query": ("linear_attn.query.weight", 1),
-    "attention.key": ("linear_attn.key.weight", 1),
-    "attention.value": ("linear_attn.value.weight", 1),
-    "attention.query_kernel": ("linear_attn.query_kernel.weight", 1),
-    "attention.key_kernel": ("linear_attn.key_kernel.weight", 1),
-    "attention.value_kernel": ("linear_attn.value_kernel.weight", 1),
+    **{
+        f"attention.{name}{end}": (f"linear_attn.{name}{end}.weight", 1)
+        for end in ("", "_kernel")
+        for name in ("query", "key", "value")
+    },
     "attention.output_gate": ("linear_attn.in_proj_z.weight", 1),
     "attention.beta": ("linear_attn.in_proj_b.weight", 1),
     "attention.decay": ("linear_attn.in_proj_a.weight", 1),

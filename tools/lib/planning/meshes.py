@@ -27,7 +27,7 @@ from kernels.chips import Chip
 from kernels.cost.choice import Choice
 from kernels.cost.clock import Ring
 from tasks.layout_advice import name_of
-from tasks.layout_choice import ring_passes, typical_rows
+from tasks.layout_choice import ring_passes, state_times, typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
 from tasks.task import make_run
@@ -49,9 +49,9 @@ class Suggestion:
 
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
     layout, route: of the rings.
-    attention, ring_waits, other_waits: seconds of the kernels of a step and of small
-      instructions beside them, of ring transfers that outlast them, and of other
-      exposed communication.
+    attention, ring_waits, other_waits: seconds of the kernels of a step (of Gated
+      DeltaNet, the products), and of small instructions beside them, of ring transfers
+      that outlast them, and of other exposed communication.
     products: other matrix products at the chip's peak, each once.
     """
 
@@ -129,7 +129,7 @@ def suggestion(run: Run) -> Suggestion:
     memory = device_bytes(held) + workspace_bytes(run)
     if config.remat != "offload":
         memory += saved_bytes(run)
-    passes = ring_passes(run, chip)
+    passes, (of_states, states_wait) = ring_passes(run, chip), state_times(run, chip)
     ring = passes[0].ring
     tokens = config.data.batch_rows * config.data.context_tokens
     products = run.work(tokens, 0).model_flops
@@ -139,8 +139,9 @@ def suggestion(run: Run) -> Suggestion:
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         layout=name_of(run.layout),
         route="; ".join(dict.fromkeys(one.ring.describe() for one in passes)),
-        attention=sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
-        ring_waits=sum(x.times * x.spent.outlasting for x in passes),
+        attention=of_states
+        + sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
+        ring_waits=states_wait + sum(x.times * x.spent.outlasting for x in passes),
         other_waits=exposed_seconds(run, ring, chip),
         products=products / (partition.mesh.size * chip.peak_flops),
     )
