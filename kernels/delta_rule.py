@@ -57,7 +57,9 @@ def gated_delta(
     document = jnp.cumsum(is_first, axis=-1)  # (…, 1, C)
     log_decay = jnp.where(is_first > 0, 0, log_decay)
     total = jnp.cumsum(log_decay, axis=-1)  # (…, H, C)
-    between = total[..., None] - total[..., None, :]  # (…, H, C, C)
+    # Summed for each pair: differences of long sums would lose digits.
+    between = log_decay[..., None] * jnp.tri(size, k=-1)  # (…, H, C, C), of l > j
+    between = product("il,...lj->...ij", jnp.tri(size), between)
     sees = jnp.tri(size, dtype=bool) & (document[..., None] == document[..., None, :])
     decay = jnp.exp(jnp.where(sees, between, -jnp.inf))
     # Of document 0 are the tokens that the state before the chunk reaches.
@@ -76,8 +78,7 @@ def gated_delta(
         out += product("...ij,...jw->...iw", scores, new)
         return stays * state + product("...cd,...cw->...dw", keys, new), out
 
-    is_last = document == document[..., -1:]
-    keys = jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)[..., None] * k
+    keys = decay[..., -1, :, None] * k  # as the chunk's end has them
     chunked = own, read, kept * q, scores, keys, kept[..., -1:, :]
     state, out = lax.scan(step, state.astype(jnp.float32), chunked)
     out = jnp.moveaxis(

@@ -40,6 +40,7 @@ class States:
         runs, depth, columns = self.runs, self.depth, self.columns
         chunk = min(CHUNK, runs.length)
         token = 2 * chunk * depth + chunk * (self.values + depth) / 2  # and a solve
+        token += chunk**2  # sums of decays
         token += (3 * depth + chunk) * columns  # what the state gives, reads and gets
         token += depth * (columns - depth) * (runs.devices > 1)
         composed = len(runs.shifts[1:]) * depth**2 * columns

@@ -244,11 +244,11 @@ def test_what_is_sent_does_not_grow_with_the_tokens(layout, ring, maps, tails, m
 
 
 def test_products_of_states_are_counted_and_timed():
-    """A token: q k, k k, half a solve, three products with the state, and scores."""
+    """A token: q k, k k, half a solve, decays, three products with the state."""
     alone, ring = (
         States(Runs.of(Contiguous(), n, 256 * n), 1, 2, 6, 5, 0) for n in (1, 4)
     )
-    token = 2 * 64 * 6 + 64 * 11 / 2 + 3 * 6 * 5 + 64 * 5
+    token = 2 * 64 * 6 + 64 * 11 / 2 + 64**2 + 3 * 6 * 5 + 64 * 5
     assert alone.flops == 2 * 2 * 256 * token and alone.sent() == 0
     more = 3 * 6 * 6 + 64 * 6 + 6 * 5  # columns of a map, and what is read of states
     assert ring.flops == 2 * 2 * (256 * (token + more) + 2 * 6 * 6 * 11)
@@ -256,3 +256,20 @@ def test_products_of_states_are_counted_and_timed():
     # Six passes of a TPU; maps go by 1, 1 and 2 devices, four over each link.
     sent = 4 * 4 * 2 * 6 * 11 / chip.interconnect_bytes_per_second
     assert ring.forward(chip) == (6 * ring.flops / chip.peak_flops, sent)
+
+
+@pytest.mark.thorough
+def test_strong_decays_keep_their_digits(rng):
+    """As exactly as one token after the other, where sums of decays are large."""
+    operands, positions, _ = problem(rng)
+    operands = *operands[:2], 300 * operands[2], operands[3]
+    one_by_one = jax.jit(functools.partial(token_by_token, positions=positions))
+    with jax.enable_x64():
+        wanted = jax.device_get(one_by_one(operands)[0])
+    operands = jax.tree.map(np.float32, operands)
+    mix = make_delta_attention(ring_mesh(1), layout=Contiguous())
+    off = (
+        abs(x - wanted) for x in (mix(*operands, positions), one_by_one(operands)[0])
+    )
+    ours, theirs = (np.linalg.norm(x / np.abs(wanted).mean()) for x in off)
+    assert ours < 1.5 * theirs
