@@ -81,12 +81,9 @@ def gated_delta(
     keys = decay[..., -1, :, None] * k  # as the chunk's end has them
     chunked = own, read, kept * q, scores, keys, kept[..., -1:, :]
     state, out = lax.scan(step, state.astype(jnp.float32), chunked)
-    out = jnp.moveaxis(
-        jnp.moveaxis(out, 0, lead), lead + 1, lead + 2
-    )  # (…, n, C, H, W)
-    return out.reshape(*out.shape[:lead], -1, *out.shape[-2:])[
-        ..., :tokens, :, :
-    ], state
+    out = jnp.moveaxis(jnp.moveaxis(out, 0, lead), lead + 1, lead + 2)
+    out = out.reshape(*out.shape[:lead], -1, *out.shape[-2:])  # (…, chunks * C, H, W)
+    return out[..., :tokens, :, :], state
 
 
 def after(one: jax.Array, earlier: jax.Array) -> jax.Array:

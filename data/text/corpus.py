@@ -92,8 +92,7 @@ def write_corpus(
     on_bad_row: Callable[[BadRow], None] | None = None,
     validation_fraction: float | None = None,
     keep_markup: bool = False,
-    workers: int | None = None,
-    ray: str | None = None,
+    workers: int | str | None = None,
     **chosen: Any,
 ) -> Summary:
     """Writes a corpus from files and directories.
@@ -110,7 +109,7 @@ def write_corpus(
       validation_fraction: share of characters to hold out (see `Holdout`), if no files
         are held out. None: 2 %, and of small corpora up to 10 %.
       keep_markup: whether most rows may have markup, which is learned as text.
-      workers, ray: who makes it (see `make_parts`), on which no byte of it depends.
+      workers: where it is made (see `make_parts`), on which no byte of it depends.
       chosen: `pattern` and `splits`, as of `list_inputs`.
 
     Raises:
@@ -124,7 +123,7 @@ def write_corpus(
     parts, sources = [], []
     with parts_beside(writer.directory) as folder:
         maker = PartMaker(folder, rows, writer.tokenizer, stops=on_bad_row is None)
-        for part in make_parts(maker, found.files, workers, ray):
+        for part in make_parts(maker, found.files, workers):
             parts.append(part)
             sources += part.sources
             summary.add(part.counts)

@@ -29,8 +29,7 @@ MOST_LOST = 3
 def make_parts(
     maker: PartMaker,
     files: Sequence[InputFile],
-    workers: int | None = None,
-    ray: str | None = None,
+    workers: int | str | None = None,
 ) -> Iterator[Part]:
     """Yields the parts of the files, in their order, made by several processes.
 
@@ -38,22 +37,25 @@ def make_parts(
 
     workers: processes, each with one thread of the tokenizer; 1: this process alone,
       whose tokenizer takes all cores. None: as many as there are cores, and units.
-    ray: address of a Ray cluster, whose cores take the place of this machine's; its
-      nodes have files and parts under the same paths.
+      Or the address of a Ray cluster, whose cores take the place of this machine's;
+      its nodes have files and parts under the same paths.
 
     Raises:
       OSError, ValueError: as `PartMaker.make`; a process was killed; or the cluster
         cannot be reached.
     """
     size = sum(file.path.stat().st_size for file in files)
-    workers = min(workers or os.cpu_count() or 1, -(-size // units.UNIT_BYTES) or 1)
-    among = _cluster(maker, ray) if ray else _machine(maker, workers)
+    if isinstance(workers, str):
+        among = _cluster(maker, workers)
+    else:
+        parts = -(-size // units.UNIT_BYTES) or 1
+        among = _machine(maker, min(workers or os.cpu_count() or 1, parts))
     bar = tqdm(total=size, unit="B", unit_scale=True, disable=None)
     tokens = 0
-    with bar, among as (start, workers):
-        bar.set_description("1 process" if workers == 1 else f"{workers} processes")
+    with bar, among as (start, count):
+        bar.set_description("1 process" if count == 1 else f"{count} processes")
         # A long file at the front holds up no worker.
-        most = 16 * workers if workers > 1 else 1
+        most = 16 * count if count > 1 else 1
         for unit, part in _in_order(maker, units_of(files), start, most):
             tokens += part.tokens
             bar.update(unit.bytes)

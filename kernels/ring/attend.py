@@ -33,6 +33,7 @@ value of 0: the partial result (0, sink), merged after the last ring step.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -212,15 +213,11 @@ def backward(
     """
     chunks = Chunks.of(ring, kv, visible, kv[0].shape[1])
     groups = list(zip(*map(chunks.head_groups, rows, (2, 2, 1, 1)), strict=True))
-    own, last, scores = chunks.own(), chunks.schedule.last, ring.scores
+    own, last = chunks.own(), chunks.schedule.last
     count, in_place = ring.count(visible, chunks.length), is_cpu()
-    steps = {
-        i: backward_steps(ring.backend, groups[chunks.group(i)], k, visible, scores)
-        for i, (k, _) in own.items()
-    }
-    tables = {
-        i: chunks.table(i, one.prepare, is_cut=not in_place) for i, one in steps.items()
-    }
+    steps = _steps(chunks, groups, visible)
+    tables = {i: chunks.table(i, x.prepare, not in_place) for i, x in steps.items()}
+    gradients = functools.partial(_gradients, chunks, steps)
     of_group = {chunks.group(i): one for i, one in steps.items()}
     zeros = [
         of_group[g].begin(jnp.zeros_like(q, lse.dtype))
@@ -229,19 +226,6 @@ def backward(
     # A loop of unknown length begins with zeros for the chunks that only visit.
     visitors = [i for i in own if count is not None and chunks[i].first]
     visiting = {i: _zeros(own[i], zeros[0].dtype) for i in visitors}
-
-    def run(held: Pairs, i: int, seen: Any, sums: tuple) -> tuple:
-        dq, *pair = steps[i].add(*held[i], seen, *sums)
-        return dq, tuple(pair)
-
-    def skip(held: Pairs, i: int, sums: tuple) -> tuple:
-        dq, pair = sums
-        return dq, pair or _zeros(held[i], dq.dtype)
-
-    def gradients(now: dict[int, Table], held: Pairs, sums: Sums) -> Sums:
-        """Adds to dq of the head groups, and to dk and dv, of chunks to attend to."""
-        run_held, skip_held = (functools.partial(way, held) for way in (run, skip))
-        return chunks.computed(now, run_held, skip_held, sums)
 
     def step(
         static_step: int, n: jax.Array | int, held: Pairs, dq: list, dkv: Pairs
@@ -279,6 +263,31 @@ def backward(
     found = join(dq, 2), *_joined(chunks, dkv)
     dq, dk, dv = found if len(groups) == 1 else map(ring.heads_first, found)
     return dq, dk, dv
+
+
+def _steps(chunks: Chunks, groups: Sequence[Rows], visible: Visible) -> dict:
+    """Returns the backward's kernels for each chunk of keys."""
+    backend, scores, group = chunks.ring.backend, chunks.ring.scores, chunks.group
+    return {
+        i: backward_steps(backend, groups[group(i)], k, visible, scores)
+        for i, (k, _) in chunks.own().items()
+    }
+
+
+def _gradients(
+    chunks: Chunks, steps: dict, now: dict[int, Table], held: Pairs, sums: Sums
+) -> Sums:
+    """Adds to dq of the head groups, and to dk and dv, of chunks to attend to."""
+
+    def run(i: int, seen: Any, sums: tuple) -> tuple:
+        dq, *pair = steps[i].add(*held[i], seen, *sums)
+        return dq, tuple(pair)
+
+    def skip(i: int, sums: tuple) -> tuple:
+        dq, pair = sums
+        return dq, pair or _zeros(held[i], dq.dtype)
+
+    return chunks.computed(now, run, skip, sums)
 
 
 def _zeros(kv: Pair, dtype: jnp.dtype) -> Pair:

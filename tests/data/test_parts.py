@@ -175,8 +175,7 @@ class Slow(ByteTokenizer):
 
 def main(output, ray, *inputs):
     units.UNIT_BYTES = 1000
-    by = {"ray": ray} if ray else {"workers": 2}
-    prepare([*map(Path, inputs)], Path(output), Slow(), **by)
+    prepare([*map(Path, inputs)], Path(output), Slow(), workers=ray or 2)
 """
 
 

@@ -43,7 +43,7 @@ def input_parser(description: str | None, what: str) -> Parser:
     add("--bad-rows", choices=("stop", "skip"), default="stop", help=bad)
     makers = parser.add_mutually_exclusive_group()
     makers.add_argument("--workers", type=at_least(1), help=cores)
-    makers.add_argument("--ray", metavar="ADDRESS", help=nodes)
+    makers.add_argument("--ray", dest="workers", metavar="ADDRESS", help=nodes)
     add("--keep-markup", action="store_true", help=marks)
     return parser
 
@@ -67,7 +67,6 @@ def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "on_bad_row": _reporter() if chosen.bad_rows == "skip" else None,
         "workers": chosen.workers,
-        "ray": chosen.ray,
         "validation_fraction": chosen.validation_fraction,
         "keep_markup": chosen.keep_markup,
         "pattern": chosen.pattern,
