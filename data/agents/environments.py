@@ -39,7 +39,7 @@ UNSEEN_IN_PHYSICS = "joints_torque"
 GOAL_RADIUS, GOAL_MARGIN, FARTHEST_GOAL = 0.03, 0.07, 0.25
 """Metres, of a point mass between walls 0.3 from the middle."""
 NEAR_GOAL, BRAKING = 0.1, 0.3
-"""Metres at which one slows down who knows the goal, and seconds it looks ahead."""
+"""Metres from the goal at which the expert slows down, and seconds it looks ahead."""
 SPEED_MARGIN, FASTEST = 0.5, 1.0
 """Metres a second, of a cheetah that noise moves."""
 

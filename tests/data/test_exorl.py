@@ -100,7 +100,7 @@ def test_tasks_of_a_family_are_worlds_of_the_same_steps(tmp_path):
             episode = rolled_out(path, environment, 40, seed=number)
             given = episode.reward[1:, 0]
             np.testing.assert_allclose(rewards[world, number], given, atol=1e-6)
-    # Beside the steps stands what who knows the target does: goes there, and brakes.
+    # Beside the steps stand an expert's actions: straight to the target, braking.
     steps = file.read(np.arange(240)).reshape(3, 80, 9)
     ahead = steps[..., :2] + 0.3 * steps[..., 2:4]
     wanted = np.clip((np.array(targets)[:, None] - ahead) / 0.1, -1, 1)

@@ -173,7 +173,7 @@ def _targets(
 def _simulated(
     file: TrajectoryFile, play: Play, contexts: dict[str, Context], rows: np.ndarray
 ) -> dict[str, float]:
-    """Returns mean returns of drawn actions, and of who knows a family's targets."""
+    """Returns mean returns of random actions, and of a family's expert."""
     if not (file.family and file.family.best and "own" in contexts):
         return {}
     choose, best = play.actor.choose, file.family.best
