@@ -57,7 +57,8 @@ def varying_alike(*operands: jax.Array | None) -> list[Any]:
 
 def varying_over(axes: Iterable[str], x: jax.Array) -> jax.Array:
     """Makes x vary over mesh axes, if `shard_map` checks how it does."""
-    missing = tuple(sorted({*axes} - _varying(x)))
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # none in a vmap
+    missing = tuple(sorted({*axes} & {*manual} - _varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

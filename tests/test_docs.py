@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -260,7 +261,8 @@ def test_python_blocks_run(page, installed):
         if NEEDS.match(block):
             continue  # tested above
         names = {"__name__": "__main__"}
-        exec(block, names)
+        with jax.numpy_dtype_promotion("standard"):  # optax needs it
+            exec(block, names)
         assert len(names) > 2  # and the builtins
 
 

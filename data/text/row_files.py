@@ -22,7 +22,7 @@ from data.json_text import (
     parse_json,
     short,
 )
-from data.remote import open_binary
+from data.remote import is_bucket, open_binary
 from data.text.skipped import BadRow
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -278,7 +278,9 @@ def _parquet(
 
     # Without a buffer a whole column of a row group would be in memory.
     buffered = {"buffer_size": BUFFER_BYTES, "pre_buffer": False}
-    with open_binary(path) as opened, ParquetFile(opened, **buffered) as file:
+    # Arrow buffers less of a file that it opens itself.
+    source = open_binary(path) if is_bucket(path) else contextlib.nullcontext(path)
+    with source as opened, ParquetFile(opened, **buffered) as file:
         existing = _existing(path, file.schema_arrow.names, columns)
         # Without threads: one may still read when another has found damage.
         read = {"row_groups": groups, "columns": existing, "use_threads": False}
@@ -350,9 +352,8 @@ def _has_rows(file: InputFile, text_field: str) -> bool:
     What is found in a directory, with an ending that data of programs have too, is if
     its first row has a text.
     """
-    kind = ending(file.path)
-    if file.is_named or kind not in AMBIGUOUS:
-        return kind in FORMATS
+    if file.is_named or ending(file.path) not in AMBIGUOUS:
+        return ending(file.path) in FORMATS
     try:
         where, row = next(read_rows(file.path, [text_field]), ("", None))
     except ValueError:
@@ -366,9 +367,8 @@ def _whole(file: InputFile, text_field: str) -> dict[str, str] | BadRow:
     with naming(where := file.path):
         found = _all(file.path)
     with contextlib.suppress(UnicodeDecodeError):
-        text = found.decode("utf-8")
         # No text has the zero byte, and many binary files that decode by chance do.
-        if "\0" not in text:
+        if "\0" not in (text := found.decode("utf-8")):
             return {text_field: text}
     if file.is_named:
         raise ValueError(

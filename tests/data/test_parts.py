@@ -231,6 +231,7 @@ def test_a_killed_preparation_goes_on(inputs, tmp_path, start, killed):
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray then calls exec
 def test_a_ray_cluster_loses_a_worker_and_a_node(inputs, tmp_path, start):
     from ray.cluster_utils import Cluster
 
