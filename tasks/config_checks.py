@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from data.agents.chains import ORDERS, PREDICTED
-from data.remote import BUCKETS
 from data.rows import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.masks import Visible
@@ -120,12 +119,12 @@ def _places(config: ConfigDict) -> Iterator[str]:
     for name in ("workdir", "init_from"):
         kind, is_bucket, _ = config[name].partition("://")
         said = f"config.{name}={config[name]!r}"
-        if is_bucket and kind not in BUCKETS or name == "workdir" and not config[name]:
-            yield f"{said} must be a directory or gs://BUCKET/RUN"
-        elif is_bucket and not importlib.util.find_spec(BUCKETS[kind]):
+        if is_bucket and kind != "gs" or name == "workdir" and not config[name]:
+            yield f"{said} must be a directory or gs://BUCKET/RUN"  # Orbax takes these
+        elif is_bucket and not importlib.util.find_spec("gcsfs"):
             yield (
-                f"{said} needs {BUCKETS[kind]}, which is not installed: make venv "
-                f"ACCELERATOR=buckets, or pip install {BUCKETS[kind]}"
+                f"{said} needs gcsfs, which is not installed: make venv "
+                "ACCELERATOR=buckets, or pip install gcsfs"
             )
 
 
