@@ -3,6 +3,8 @@
 With the jax that these were tested with: under another one they are left out.
 """
 
+import dataclasses
+
 import jax
 
 from kernels import backends
@@ -11,16 +13,19 @@ from kernels.device import device_kind, is_hopper
 KIND = device_kind()
 
 BACKENDS = dict(backends.IMPLEMENTATIONS.anywhere)
+LONG: dict[str, backends.Backend] = {}
+"""In place of these for long problems: with fewer programs to interpret."""
 if jax.__version__ == backends.TESTED_JAX:
     from tests.simulated_hopper import DETERMINISTIC, SIMULATED_HOPPER
     from tests.simulated_tpu import SIMULATED_TPU
-    from tests.simulated_triton import SIMULATED_GPU
+    from tests.simulated_triton import LARGE_BLOCKS, SIMULATED_GPU
 
     BACKENDS = dict(backends.IMPLEMENTATIONS)
     if not KIND.startswith("TPU"):
         BACKENDS["pallas_tpu"] = SIMULATED_TPU
     if not KIND.startswith("NVIDIA"):
         BACKENDS["triton"] = SIMULATED_GPU
+        LONG["triton"] = dataclasses.replace(SIMULATED_GPU, blocks=LARGE_BLOCKS)
     if not is_hopper(KIND):
         BACKENDS["hopper"] = SIMULATED_HOPPER
         BACKENDS["hopper_deterministic"] = DETERMINISTIC

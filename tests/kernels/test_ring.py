@@ -35,8 +35,7 @@ from tests.rings import (
     sharded_ring,
     solve_on_ring,
 )
-from tests.simulated import BACKENDS
-from tests.simulated_triton import LARGE_BLOCKS, SIMULATED_GPU
+from tests.simulated import BACKENDS, LONG
 
 
 @functools.cache  # so that equal rings are compiled once
@@ -117,8 +116,8 @@ def test_ring_in_float32_matches_one_device_in_float64(
 def test_ring_of_gpu_kernels_is_as_exact_as_one_device(case, implementation, rng):
     """The steps of all devices on one, which interprets the kernels if it has none."""
     backend, dtype = BACKENDS[implementation], TYPES.get(implementation, jnp.float16)
-    if backend is SIMULATED_GPU and case.length > 1000:
-        backend = dataclasses.replace(backend, blocks=LARGE_BLOCKS)
+    if case.length > 1000:
+        backend = LONG.get(implementation, backend)
     assert_as_on_one_device(rng, case, backend, dtype, one_device_ring)
 
 
