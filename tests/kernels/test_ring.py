@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import jax
@@ -52,7 +51,7 @@ GPU_KERNELS = {
     "hopper": (Case(2, "zigzag", "none", 4, 31, 100, "sinks-cap", heads=4),),
     "hopper_deterministic": (),
 }
-"""Cases that are no slow tests where kernels are interpreted: a step takes a second."""
+"""Cases beside those of all, and no slow tests where kernels are interpreted."""
 TYPES = {"triton": jnp.float32, "hopper": jnp.bfloat16}
 
 
@@ -88,9 +87,10 @@ def covering_cases():
 def gpu_cases():
     """Each case for each kind of GPU kernels."""
     slow = pytest.mark.slow, pytest.mark.timeout(3600)
-    for (name, quick), case in itertools.product(GPU_KERNELS.items(), COVERING):
-        marks = () if case in quick or jax.default_backend() == "gpu" else slow
-        yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
+    for name, quick in GPU_KERNELS.items():
+        for case in dict.fromkeys((*quick, *COVERING)):
+            marks = () if case in quick or jax.default_backend() == "gpu" else slow
+            yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
 def halves_of(case: Case) -> int:
