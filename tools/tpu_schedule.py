@@ -2,7 +2,6 @@
 
     python -m tools.tpu_schedule
     python -m tools.tpu_schedule --chips v4 v5e v5p v6e --output schedules.json
-    python -m tools.tpu_schedule --direction backward --regions 200
     python -m tools.tpu_schedule --soft-cap 50
     python -m tools.tpu_schedule --chips v4 v5e v5p v6e --try rows=128,256,512,1024 \\
         columns=128,256 ahead=0,1,2 behind=0,1,2
@@ -43,13 +42,13 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,9 @@ from kernels.backends.tpu.block_sizes import TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import ROOT, Environment, check_output, make_row
 from tools.lib.benchmarks.rows import table as rows_as_text
-from tools.lib.compiled.bundles import (
-    DUMP_FLAGS,
-    Schedule,
-    bodies,
-    read_schedule,
-    tile_body,
-)
-from tools.lib.compiled.pods import ENVIRONMENT, PODS
-from tools.lib.compiled.tile_program import TABLES, Compiled, Tile, write_request
+from tools.lib.compiled.bundles import DUMP_FLAGS, Schedule, read_schedule, tile_body
+from tools.lib.compiled.pods import ENVIRONMENT, PODS, device_kind
+from tools.lib.compiled.tile_program import TABLES, Tile, write_request
 from tools.lib.files import write_json
 
 PROGRAM = "tools.lib.compiled.tile_program"
@@ -78,11 +71,11 @@ TRIED = {"forward": ("rows", "columns", "ahead", "behind"), "backward": ("rows",
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Result of one compilation."""
+    """Result of one compilation; vmem_bytes: of the kernel, spills included."""
 
     tile: Tile
     blocks: TpuBlocks | None
-    compiled: Compiled
+    vmem_bytes: int
     schedule: Schedule
 
     @property
@@ -96,7 +89,7 @@ class Measurement:
     def row(self) -> dict[str, Any]:
         """Returns the measurement as a row, without its environment."""
         body, bodies = tile_body(self.schedule), self.bodies
-        row = {"kernel": self.compiled.kernel, "libtpu": self.compiled.libtpu}
+        row = {"kernel": self.tile.kernel, "libtpu": version("libtpu")}
         row |= {"bodies": bodies, "bundles": bodies * body.bundles}
         row["mxu_bound"] = bodies * body.mxu_bound
         row["mxu_share"] = body.mxu_bound / body.bundles
@@ -105,7 +98,7 @@ class Measurement:
             row |= {f"used_{name}": bodies * body.used[unit], f"slots_{name}": slots}
         blocks = dataclasses.asdict(self.blocks) if self.blocks else {}
         row |= {f"blocks_{name}": number for name, number in blocks.items()}
-        return make_row(self.tile, row, {"vmem_bytes": self.compiled.vmem_bytes})
+        return make_row(self.tile, row, {"vmem_bytes": self.vmem_bytes})
 
 
 def measure(tile: Tile, blocks: TpuBlocks | None) -> Measurement:
@@ -128,9 +121,8 @@ def measure(tile: Tile, blocks: TpuBlocks | None) -> Measurement:
         )
         if done.returncode:
             raise ValueError(f"{blocks or tile} does not compile: {_reason(done)}")
-        compiled = Compiled(**json.loads(done.stdout))
-        schedule = read_dump(Path(folder), compiled.kernel)
-    return Measurement(tile, blocks, compiled, schedule)
+        schedule = read_dump(Path(folder), tile.kernel)
+    return Measurement(tile, blocks, int(done.stdout), schedule)
 
 
 def _reason(done: subprocess.CompletedProcess) -> str:
@@ -170,25 +162,6 @@ def table(rows: Sequence[dict[str, Any]], fields: Sequence[str] = ()) -> str:
         shown.append(row | use | {"spills": spills, "vmem": row["vmem_bytes"] / 2**20})
     note = "used: slots of a unit, of those there are; spills: stores and fills"
     return f"{rows_as_text(shown, columns)}\n{note}"
-
-
-def region_lines(measured: Measurement, fewest: int) -> list[str]:
-    """Formats the regions of at least `fewest` bundles, and the bodies of tiles."""
-    schedule, blocks = measured.schedule, measured.blocks or "blocks of the table"
-    lines = [f"{measured.tile.chip} {measured.compiled.kernel}, {blocks}"]
-    for region in schedule.regions:
-        if region.bundles >= fewest:
-            used = ", ".join(f"{name} {n}" for name, n in region.used.items())
-            lines.append(
-                f"  {region.begin:#7x} to {region.end:#7x}: {region.bundles:6} "
-                f"bundles, {region.depth} loops; {used}"
-            )
-    chosen = tile_body(schedule)
-    return lines + [
-        f"  body of a tile{' (full)' if body == chosen else ''}: {body.bundles} "
-        f"bundles, MXU bound {body.mxu_bound:.0f}, {body.spills} spills"
-        for body in bodies(schedule)
-    ]
 
 
 def candidates(tile: Tile, tried: dict[str, tuple[int, ...]]) -> list[TpuBlocks | None]:
@@ -248,9 +221,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FIELD=N,N",
         help="fields of TpuBlocks and the numbers to try",
     )
-    parser.add_argument(
-        "--regions", type=at_least(1), help="list regions of at least N bundles"
-    )
     parser.add_argument("--output", type=Path, help="file of rows to write, a new one")
     chosen = parser.parse_args(arguments)
     known = "stacked_rows", "block_k", *TRIED[chosen.direction]
@@ -288,20 +258,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # look for no TPU
     environment = Environment.of(jax.devices())
     measured, failures = run(chosen)
-    rows = [
-        make_row(
-            dataclasses.replace(
-                environment, device_kind=each.compiled.device_kind, device_count=1
-            ),
-            each.row(),
-        )
-        for each in measured
-    ]
+    rows = []
+    for each in measured:
+        kind = {"device_kind": device_kind(each.tile.chip), "device_count": 1}
+        rows.append(make_row(environment, kind, each.row()))
     if chosen.output:
         write_json(chosen.output, rows)
-    if chosen.regions:
-        for each in measured:
-            print("\n".join(region_lines(each, chosen.regions)))
     if rows:
         print(table(rows, [name for name, _ in chosen.tried]))
     best = {each.tile.chip: each.blocks for each in reversed(measured)}

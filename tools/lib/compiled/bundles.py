@@ -21,7 +21,7 @@ DUMP_FLAGS = (
 would take hundreds of MB a kernel, and 20 times as long as compiling it."""
 
 # "  0x1c LB: >> { %1 = sst ... }": address, label, depth in loops, instructions.
-_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *:([ >]*)\{", re.MULTILINE)
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +([A-Z]{2})? *:[ >]*\{", re.MULTILINE)
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 _TARGET = re.compile(r"\bStart(?:/End empty)? region (\d+)")
 
@@ -45,12 +45,10 @@ class Span:
 class Region(Span):
     """Bundles from a branch or a label to the next one.
 
-    depth: loops around it; the outermost is the one over the kernel's grid.
     inside: the smallest loop or skipped stretch that holds it.
     used: slots by unit, of all its bundles.
     """
 
-    depth: int
     inside: Span
     used: dict[str, int]
 
@@ -77,11 +75,6 @@ class Body:
     used: dict[str, int]
     mxu_bound: float
 
-    @property
-    def spills(self) -> int:
-        """Registers written to VMEM and registers read back."""
-        return self.used["VSTORE:SPILL"] + self.used["VLOAD:FILL"]
-
 
 def read_schedule(bundles_text: str, utilization_text: str) -> Schedule:
     """Parses the files `*-final_bundles.txt` and
@@ -103,7 +96,6 @@ def read_schedule(bundles_text: str, utilization_text: str) -> Schedule:
             Region(
                 begin,
                 end,
-                depth=bundles[begin][1],
                 inside=min(
                     (outer for outer in spans if outer.holds(span)),
                     key=lambda outer: outer.bundles,
@@ -128,16 +120,16 @@ def _read_utilization(text: str) -> tuple[list[list[int]], dict[str, int]]:
     return rows, slots
 
 
-def _read_bundles(text: str) -> Iterator[tuple[str | None, int, str]]:
-    """Yields label, depth and text of every bundle; comments may span lines."""
+def _read_bundles(text: str) -> Iterator[tuple[str | None, str]]:
+    """Yields label and text of every bundle; comments may span lines."""
     starts = list(_BUNDLE.finditer(text))
     ends = [match.start() for match in starts[1:]] + [len(text)]
     for match, end in zip(starts, ends, strict=True):
-        yield match[1], match[2].count(">"), text[match.end() : end]
+        yield match[1], text[match.end() : end]
 
 
 def _read_branches(
-    bundles: Sequence[tuple[str | None, int, str]],
+    bundles: Sequence[tuple[str | None, str]],
 ) -> tuple[set[int], set[Span]]:
     """Returns the edges of regions, and the spans of loops and skipped stretches.
 
@@ -148,10 +140,10 @@ def _read_branches(
     edges, spans = {0, len(bundles)}, {Span(0, len(bundles))}
     targets = {
         region: place
-        for place, (_, _, text) in enumerate(bundles)
+        for place, (_, text) in enumerate(bundles)
         for region in _TARGET.findall(text)
     }
-    for place, (label, _, text) in enumerate(bundles):
+    for place, (label, text) in enumerate(bundles):
         if label:
             edges.add(place)
         for region in _BRANCH.findall(text):

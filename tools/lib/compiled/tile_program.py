@@ -5,11 +5,11 @@ flags hold for a whole process:
 
     python -m tools.lib.compiled.tile_program '{"tile": {...}, ...}'
 
-compiles the request of `write_request`, and prints `Compiled` as JSON.
+compiles the request of `write_request`, and prints the bytes of VMEM that the kernel
+takes, spills included.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import re
 import sys
@@ -71,15 +71,10 @@ class Tile:
         if self.block_q % self.group:
             raise ValueError(f"{self.block_q=} is not a multiple of {self.group=}")
 
-
-@dataclass(frozen=True)
-class Compiled:
-    """Result of a compilation; vmem_bytes: of the kernel, spills included."""
-
-    device_kind: str
-    libtpu: str
-    kernel: str
-    vmem_bytes: int
+    @property
+    def kernel(self) -> str:
+        """Name of our kernel for it."""
+        return f"flash_{self.direction}"
 
 
 def make_program(
@@ -145,15 +140,12 @@ def read_vmem(program_text: str, kernel: str) -> int:
 
 
 def main(request: str) -> None:
-    """Compiles what a request asks for, and prints the result."""
+    """Compiles what a request asks for, and prints the kernel's VMEM."""
     tile, blocks = read_request(request)
     function, arguments = make_program(tile, blocks)
-    device = tpu_devices(tile.chip)[0]
-    mesh = Mesh(np.array([device]), ("device",))
+    mesh = Mesh(np.array(tpu_devices(tile.chip)[:1]), ("device",))
     text = compile_for(mesh, function, *arguments).as_text()
-    kernel, libtpu = f"flash_{tile.direction}", importlib.metadata.version("libtpu")
-    found = Compiled(device.device_kind, libtpu, kernel, read_vmem(text, kernel))
-    print(json.dumps(dataclasses.asdict(found)))
+    print(read_vmem(text, tile.kernel))
 
 
 if __name__ == "__main__":
