@@ -142,6 +142,7 @@ RENAMED_CONFIGS = {
     **{name: f"configs/models.py:{name}/PLACE" for name in ("llama3_8b", "qwen3_8b")},
     "gemma3_12b": "configs/models.py:gemma3_12b/PLACE",
     "pod": "configs/models.py:SIZE/v4",
+    "grow_context": "configs/models.py:olmo3_7b/h200_8k, then olmo3_7b/h200",
     "exorl_at_32": "configs/exorl_at.py:32",
     "exorl_at_128": "configs/exorl_at.py:128",
     "icrl_cartpole": "configs/icrl_tasks.py:point_mass/goals/AGENT",

@@ -21,7 +21,6 @@ from configs import (
     base,
     exorl_tiny,
     fine_tune,
-    grow_context,
     icrl_dark_room,
     icrl_tasks,
     models,
@@ -259,7 +258,7 @@ def test_the_vocabulary_is_the_corpus_rounded_up_unless_the_config_sets_one(tmp_
 
 
 def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):
-    config = grow_context.get_config("32768")
+    config = models.get_config("olmo3_7b/h200")
     config.workdir, config.hosts.index = str(tmp_path / "run"), 3
     (tmp_path / "run").mkdir()
     run_config.write(config, {"model.vocab_size": 264, "not.a.field": 1})
@@ -316,7 +315,7 @@ def test_a_workdir_without_it_is_refused_with_what_to_give(tmp_path):
 
 
 def test_a_bucket_has_it_too():
-    config = grow_context.get_config("4096")
+    config = models.get_config()
     config.workdir = "gs://bucket/run"
     with buckets.in_memory() as store:
         for _ in range(2):

@@ -1,11 +1,11 @@
-"""Stages of grow_context and line_retrieval: each goes on with the one before it."""
+"""Stages of olmo3_7b and line_retrieval: each goes on with the one before it."""
 
 import json
 
 import pytest
 from ml_collections import ConfigDict
 
-from configs import grow_context, line_retrieval
+from configs import line_retrieval, models
 from tasks.text import TextRun
 from tests.processes import run_program
 from training.mesh import MeshShape, Partition
@@ -14,28 +14,24 @@ from training.stored_step import differences, leaves
 
 def fingerprint(config: ConfigDict) -> dict:
     """Of the model, by field; its mesh is of devices that need not be there."""
-    mesh = MeshShape(**config.mesh).fill(8).abstract_mesh()
+    mesh = MeshShape(**config.mesh).abstract_mesh()
     return leaves(TextRun(config, Partition(mesh)).fingerprint)
 
 
-def test_every_stage_starts_where_the_one_before_it_saves():
-    stages = [grow_context.get_config(name) for name in ("4096", "32768", "262144")]
-    assert stages[0].init_from == ""
-    assert stages[0].rope_scaling.rope_type == "none"
-    for before, after in zip(stages, stages[1:], strict=False):
-        assert after.init_from == before.workdir
-        assert after.data.context_tokens == 8 * before.data.context_tokens
-        assert after.mesh.ring > before.mesh.ring
-        scaling = after.rope_scaling
-        original = scaling.original_max_position_embeddings
-        assert scaling.factor * original == after.data.context_tokens
-        # Parameters that a stage begins with are of its model, but for RoPE.
-        models = fingerprint(before), fingerprint(after)
-        assert differences(*models) and not differences(*models, after.may_change)
-    tokens = {s.data.context_tokens * s.data.batch_rows for s in stages}
-    assert tokens == {512 * 1024}
-    with pytest.raises(ValueError, match="'5000' is not one of 4096, 32768, 262144"):
-        grow_context.get_config("5000")
+@pytest.mark.parametrize("place", ["v5e", "h200"])
+def test_the_longer_stage_starts_where_the_one_before_it_saves(place):
+    names = f"olmo3_7b/{place}_8k", f"olmo3_7b/{place}"
+    before, after = map(models.get_config, names)
+    assert (before.init_from, before.rope_scaling.rope_type) == ("", "none")
+    assert after.init_from == before.workdir
+    assert after.data.context_tokens == 8 * before.data.context_tokens
+    assert after.mesh.ring > before.mesh.ring
+    scaling = after.rope_scaling
+    original = scaling.original_max_position_embeddings
+    assert scaling.factor * original == after.data.context_tokens
+    # Parameters that a stage begins with are of its model, but for RoPE.
+    both = fingerprint(before), fingerprint(after)
+    assert differences(*both) and not differences(*both, after.may_change)
 
 
 LINES = 32, 160
