@@ -30,8 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return importlib.import_module(MODULES[given[0]]).main(given[1:])
     parser = Parser(__doc__, prog="python -m tools.evaluate")
     parser.add_argument("subcommand", choices=MODULES, help="as above, then its own")
-    if given[:1] == ["line-retrieval"]:
-        parser.error("line-retrieval is now: ruler --tasks lines --form FORM")
     parser.parse_args(given[:1])
     return None
 

@@ -53,12 +53,6 @@ LEAST_STEP = 256
 MOST_MESHES = 12
 """Suggestions printed; --output gets all."""
 
-GONE = {
-    "--compare": "compare the two texts, or the files of --output",
-    "--fit-remat": "set config.remat_budget_gib to memory that a plan leaves",
-}
-"""What to do in place of earlier options."""
-
 
 def compiled_plan(
     config: ml_collections.ConfigDict, pod: Pod, documents: tuple[int | str, ...] = ()
@@ -108,10 +102,9 @@ def find_max_context(
             return None
         plans[context], memory = plan, plan.memory
         fits = "fits" if memory.peak <= limit else "does not fit"
-        hidden = 1 - plan.transfers.exposed_share
         print(
             f"{context:,} tokens: {size(memory.peak)}, {memory.spare_share:.1%} spare: "
-            f"{fits}; {hidden:.0%} of the ring's bytes hidden "
+            f"{fits}; {plan.hidden_share:.0%} of the ring's bytes hidden "
             f"({plan.compile_seconds:.0f} s)",
             flush=True,
         )
@@ -198,9 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--suggest", action="store_true", help="rank meshes; compiles nothing"
     )
     options, rest = parser.parse_known_args(arguments)
-    for flag in rest:
-        if remedy := GONE.get(flag.partition("=")[0]):
-            parser.error(f"{flag} is no option any more: {remedy}")
     # Compiles for an AOT topology: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
     try:

@@ -26,30 +26,6 @@ from training.metrics import StepWork
 
 
 @dataclass(frozen=True)
-class Transfers:
-    """The ring's transfers from neighbour to neighbour in a step, of one device.
-
-    Those in a loop count once an iteration.
-
-    hidden_bytes: bytes that the device sends, by the share of these kernels that each
-      transfer overlaps; exposed_bytes: the rest.
-    kernels: runs of attention kernels in a step.
-    ways: links of a device that they share.
-    """
-
-    hidden_bytes: float
-    exposed_bytes: float
-    kernels: int
-    ways: int = 1
-
-    @property
-    def exposed_share(self) -> float:
-        """Exposed share of all bytes."""
-        total = self.hidden_bytes + self.exposed_bytes
-        return self.exposed_bytes / total if total else 0.0
-
-
-@dataclass(frozen=True)
 class Kind:
     """The collectives of one kind in a step; those in loops count once an iteration.
 
@@ -71,6 +47,8 @@ class Plan:
     """Memory, communication and estimated time of a step.
 
     execution: remat and chunks as they were chosen.
+    kernels: runs of attention kernels in a step. ways: links of a device that the
+      ring's transfers share.
     unknown_loops: loops with collectives and unknown trip count, counted once.
     documents: those packed in a row (see `typical_rows`); none for one document.
     estimate: the least that it takes. at_cycles: at XLA's own cycles, and on links as
@@ -89,7 +67,8 @@ class Plan:
     attention_parts: int
     implementation: str
     memory: Memory
-    transfers: Transfers
+    kernels: int
+    ways: int
     collectives: tuple[Kind, ...]
     unknown_loops: int
     work: StepWork
@@ -136,7 +115,8 @@ class Plan:
             attention_parts=config.attention_parts,
             implementation=step.implementation,
             memory=Memory.of(step, compiled),
-            transfers=transfers(program, attention.ways),
+            kernels=program.kernels().total(),
+            ways=attention.ways,
             collectives=kinds(moved, roofline.beside, chip),
             unknown_loops=program.unknown_loops,
             work=work,
@@ -147,6 +127,14 @@ class Plan:
             documents=step.documents,
         )
 
+    @property
+    def hidden_share(self) -> float:
+        """Share of the bytes of the ring's transfers that kernels hide."""
+        for kind in self.collectives:
+            if kind.name == TRANSFER:
+                return max(0.0, 1 - kind.exposed_bytes / kind.bytes_sent)
+        return 1.0
+
     def row(self) -> dict[str, Any]:
         """Returns JSON values, with the environment."""
         row = dataclasses.asdict(self)
@@ -156,17 +144,6 @@ class Plan:
         for name in ("estimate", "at_cycles"):
             row[name]["step"] = getattr(self, name).step
         return row
-
-
-def transfers(program: Program, ways: int = 1) -> Transfers:
-    """Sums the transfers of all rings of the program. ways: of `Transfers`."""
-    found = [c for c in program.collectives() if c.kind == TRANSFER]
-    return Transfers(
-        hidden_bytes=sum(c.hidden_share * c.total_bytes for c in found),
-        exposed_bytes=sum((1 - c.hidden_share) * c.total_bytes for c in found),
-        kernels=program.kernels().total(),
-        ways=ways,
-    )
 
 
 def kinds(

@@ -220,45 +220,38 @@ def longest_context(
     Returns:
       The longest that was tried and fits; 0 if none does.
     """
-    peaks: dict[int, int | None] = {}
-    context: int | None = max(unit, first // unit * unit)
-    while context is not None and len(peaks) < MOST_TRIES:
-        peaks[context] = peak_of(context)
-        context = _next(peaks, unit, limit)
-    return _longest(peaks, limit)
+    low, high, peaks = 0, math.inf, {}
+    context = max(unit, first // unit * unit)
+    for tries in range(1, MOST_TRIES + 1):
+        if (peak := peak_of(context)) is not None:
+            peaks[context] = peak
+        if peak is not None and peak <= limit:
+            low = context
+        else:
+            high = context
+        step, guess = precision(low, unit), _guess(peaks, context, limit)
+        if high == math.inf:
+            # At least a step: what the line excludes must be shown to fail.
+            guess = max(min(guess, LARGEST_GROWTH * low, MOST_TOKENS), low + step)
+        elif high - low <= step:
+            break
+        elif tries > TRUSTED_TRIES or not low < guess < high:
+            guess = (low + high) / 2
+        else:
+            # Not next to what is known already: lines are wrong by a little.
+            margin = (high - low) / 16
+            guess = min(max(guess, low + margin), high - margin)
+        context = max(int(guess) // unit * unit, low + unit)
+        if context == high or context > MOST_TOKENS:
+            break
+    return low
 
 
-def _longest(peaks: Mapping[int, int | None], limit: float) -> int:
-    fitting = (n for n, peak in peaks.items() if peak is not None and peak <= limit)
-    return max(fitting, default=0)
-
-
-def _next(peaks: Mapping[int, int | None], unit: int, limit: float) -> int | None:
-    """Returns the context to try next, or None if the answer is precise enough."""
-    low = _longest(peaks, limit)
-    high = min((context for context in peaks if context > low), default=None)
-    step, guess = precision(low, unit), _guess(peaks, limit)
-    if high is None:
-        # At least a step: what the line excludes must be shown to fail.
-        guess = max(min(guess, LARGEST_GROWTH * low, MOST_TOKENS), low + step)
-    elif high - low <= step:
-        return None
-    elif len(peaks) > TRUSTED_TRIES or not low < guess < high:
-        guess = (low + high) / 2
-    else:
-        # Not next to what is known already: lines are wrong by a little.
-        margin = (high - low) / 16
-        guess = min(max(guess, low + margin), high - margin)
-    context = max(int(guess) // unit * unit, low + unit)
-    return None if context in (high, low) or context > MOST_TOKENS else context
-
-
-def _guess(peaks: Mapping[int, int | None], limit: float) -> float:
-    """Estimates the context whose memory meets the limit."""
-    known = [(n, peak) for n, peak in peaks.items() if peak is not None]
-    known.sort(key=lambda one: (abs(one[1] - limit), -one[0]))
+def _guess(peaks: Mapping[int, int], last: int, limit: float) -> float:
+    """Estimates the context whose memory meets the limit; last: that was tried."""
+    known = sorted(peaks.items(), key=lambda one: (abs(one[1] - limit), -one[0]))
     if not known:
-        return [*peaks][-1] / 2
+        return last / 2
     near, peak = known[0]
     if len(known) > 1:
         far, other = known[1]

@@ -86,7 +86,7 @@ def _sent_lines(plan: Plan) -> list[str]:
 
 
 def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
-    rate = bytes_per_second(chip, kind.name, plan.transfers.ways)
+    rate = bytes_per_second(chip, kind.name, plan.ways)
     exposed = "none", ""
     if kind.exposed_bytes:
         exposed = size(kind.exposed_bytes), seconds(kind.exposed_bytes / rate)
@@ -101,7 +101,7 @@ def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
 
 
 def _why_exposed(plan: Plan, kind: Kind) -> str:
-    if not plan.transfers.kernels:
+    if not plan.kernels:
         return f"{plan.implementation} attention has no kernel that could hide it"
     alone = kind.synchronous_bytes
     if not alone and kind.name == TRANSFER:
