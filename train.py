@@ -29,15 +29,14 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from data.rows import iterate
-from tasks import config_checks, run_config
+from tasks import run_config
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
-from tasks.layout_advice import start_lines
-from tasks.programs import compile_programs, first_state, read_frozen
+from tasks.layout_choice import row_lines, wrapped
 from tasks.run import Data, Run
-from tasks.state import guard_settings
+from tasks.state import compile_programs, first_state, guard_settings, read_frozen
 from tasks.systems import prepare_devices
-from tasks.task import make_run, run_settings
+from tasks.task import check, check_attention, make_run, run_settings
 from training import compilation, hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place
@@ -89,8 +88,8 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
     settings = record.agreed(lambda: _checked_settings(config, say))
     run = make_run(config, jax.devices())
     data = run.open_data()
-    config_checks.check_attention(run)
-    for line in start_lines(run):
+    check_attention(run)
+    for line in _start_lines(run):
         say(line)
     with contextlib.ExitStack() as stack:
         if is_first := jax.process_index() == 0:
@@ -170,10 +169,25 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
 
 def _checked_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, Any]:
     """Checks the config, and returns its settings (see `run_settings`)."""
-    config_checks.check(config, jax.device_count())
+    check(config, jax.device_count())
     if "wandb" in config.metrics and jax.process_index() == 0:
         check_wandb()
     return run_settings(config, say)
+
+
+def _start_lines(run: Run) -> Iterator[str]:
+    """Yields the lines at a run's start: its mesh, its model and its layout."""
+    config, partition = run.config, run.partition
+    devices = partition.mesh.devices.flatten()
+    yield f"mesh: {partition}, of {devices.size} x {devices[0].device_kind}"
+    shards = partition.shards(partition.mesh_axes("embed", config.model.hidden_size))
+    model = f"model: {run.num_parameters:,} parameters in {shards} shards"
+    if run.model.frozen_shapes:
+        model += f", {run.num_trained:,} of them trained (adapters)"
+    model += f", {config.attention} attention"
+    yield from wrapped(model)
+    yield from wrapped(f"memory: {run.execution}")
+    yield from row_lines(run)
 
 
 @contextlib.contextmanager

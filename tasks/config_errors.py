@@ -1,8 +1,8 @@
-"""Errors of a config: they name its fields as a user does, and come all at once."""
+"""Errors of a config name its fields as a user does."""
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -66,19 +66,3 @@ def fields_by_name(config: ConfigDict) -> dict[str, Any]:
         else:
             fields[name] = value
     return fields
-
-
-def raise_all(checks: Iterable[Callable[[], object]]) -> None:
-    """Makes all of the checks, and raises what they find as one error.
-
-    Raises:
-      ValueError: with the messages of all that raised one.
-    """
-    found: list[str] = []
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            found.append(str(error))
-    if found:
-        raise ValueError("; ".join(dict.fromkeys(found)))

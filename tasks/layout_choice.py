@@ -1,7 +1,12 @@
-"""Chooses a run's layout, by the seconds of its rings on rows of its corpora."""
+"""Chooses a run's layout, by the seconds of its rings on rows of its corpora.
+
+And says in lines what rows cost, and which layouts suit them.
+"""
 
 import functools
+import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +27,7 @@ from kernels.cost.clock import Heads, Ring, Times
 from kernels.cost.states import States
 from kernels.cost.work import Row, Sequence, document_spans
 from kernels.device import rings_both_ways
-from kernels.layouts import Striped
+from kernels.layouts import Layout, Striped, Zigzag
 from kernels.ring.runs import Runs
 from kernels.ring.ulysses import share_heads
 from models.memory import RERUN
@@ -34,6 +39,9 @@ if TYPE_CHECKING:
 
 DRAWN, MOST_TOKENS, SEED = 8, 1 << 23, 0
 """Rows of the corpora that are looked at, fewer of long ones; and their seed."""
+
+WORTH = 1.1
+"""Share of attention's seconds from which on another layout is worth a line."""
 
 
 def typical_rows(
@@ -207,3 +215,77 @@ def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
         is_whole=config.remat == "tail",
         one_way=choice.one_way,
     )
+
+
+def row_lines(run: "Run") -> Iterator[str]:
+    """Yields the lines on what rows cost, and on their layout, if there are any."""
+    yield from wrapped(padding_line(run))
+    yield from wrapped(layout_line(run))
+    yield from wrapped(states_line(run))
+
+
+def wrapped(line: str) -> list[str]:
+    """Cuts a line into some that fit a terminal."""
+    return textwrap.wrap(line, 100, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def padding_line(run: "Run") -> str:
+    """Returns a line on what padding costs; "" where there is none."""
+    tokens, (_, slots) = run.config.data.context_tokens, run.token_shape
+    if slots == tokens:
+        return ""
+    partition = run.partition
+    slices = f" in {partition.slices} slices each" if partition.slices > 1 else ""
+    return (
+        f"rows: of {tokens:,} tokens, padded to {slots:,} for {run.layout} on a ring "
+        f"of {partition.ring_size}{slices}: {1 - tokens / slots:.2%} of their slots "
+        "are empty"
+    )
+
+
+def layout_line(run: "Run") -> str:
+    """Returns a line on the chosen layout, or on one that would suit better; or ""."""
+    config = run.config
+    if config.task != "text" or run.partition.ring_size == 1:
+        return ""
+    found: dict[str, float] = {}
+    for one in ranked_choices(run, every=True):
+        found.setdefault(name_of(one.layout), one.seconds)
+    mine, (best, least) = name_of(run.layout), next(iter(found.items()))
+    what = "documents as long as rows"
+    if len(run.rows) > 1:
+        what = f"{len(run.rows)} rows drawn from the corpus with seed {SEED}"
+    what = f"by estimated seconds of attention on {what}"
+    if config.attention == AUTO:
+        others = (
+            f"; {name} {seconds / least:.2f} x"
+            for name, seconds in found.items()
+            if name != mine
+        )
+        return f"layout: {mine}, {what}" + "".join(others)
+    if found.get(mine, least) <= WORTH * least:
+        return ""
+    return (
+        f"layout: {mine} takes {found[mine] / least:.2f} times as long as {best}, "
+        f"{what}: set config.attention={AUTO}"
+    )
+
+
+def states_line(run: "Run") -> str:
+    """Returns a line on what the states of Gated DeltaNet take; "" without it."""
+    if (states := states_of(run)) is None:
+        return ""
+    products, waits = state_times(run, run.chip)
+    layers = len(run.sizes.numbers(is_delta=True))
+    return (
+        f"states: {layers} layers of Gated DeltaNet, {1e3 * products:.3g} ms a step by "
+        f"peaks; a device sends {states.sent() / 1e6:.3g} MB a layer and pass, maps "
+        f"and tokens for the convolution, and waits {1e3 * waits:.3g} ms a step"
+    )
+
+
+def name_of(layout: Layout) -> str:
+    """Returns the values of config.attention and config.stripe_granule."""
+    if isinstance(layout, Striped):
+        return f"striped {layout.granule}"
+    return "zigzag" if isinstance(layout, Zigzag) else "ring"

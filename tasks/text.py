@@ -20,9 +20,8 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
 from tasks import corpora
 from tasks.config_errors import names_fields
-from tasks.programs import identify_frozen
 from tasks.run import Data, Objective, Run
-from tasks.state import identity
+from tasks.state import identify_frozen, identity
 from training.feed import host_blocks
 from training.metrics import StepWork
 from training.step import Counts, count_tokens

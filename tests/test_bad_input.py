@@ -21,7 +21,7 @@ from configs import base
 from tasks.command_line import read_config
 from tasks.config_errors import fields_by_name
 from tasks.task import run_settings
-from tests.cases import lines
+from tests.cases import lines, table
 from tests.small.runs import checkpoints_of, files, small_config, small_flags
 
 
@@ -42,6 +42,7 @@ def test_a_bad_config_is_refused(corpus, tmp_path, row):
         train.train(config, lambda line: None)
     message = str(caught.value)
     assert all(part in message for part in parts.split(" | ")), message
+    assert max(Counter(message.split("; ")).values()) == 1, message  # each said once
     assert not (tmp_path / "run").exists()
 
 
@@ -135,34 +136,16 @@ def changes(said: list[str]) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name, before, now", [("seed", 0, 1), ("data.rows", "packed", "documents")]
+    ("before", "now", "told", "parts"), table("runs.txt", "changes")
 )
-def test_what_says_which_data_are_read_is_refused_unless_allowed(
-    corpus, tmp_path, name, before, now
+def test_what_changes_is_told_and_which_data_are_read_is_refused_unless_allowed(
+    corpus, tmp_path, before, now, told, parts
 ):
-    save(corpus, tmp_path, **{name: before})
-    said, error = start(corpus, tmp_path, **{name: now})
-    assert f"step {STEP} was made with other settings: {name}: saved {before}," in error
-    assert f"this run {now}. They say which data" in error
-    assert f"""--config.may_change="('{name}',)\"""" in error
-    assert len(error.splitlines()) == 1 and changes(said) == []
-    said, error = start(corpus, tmp_path, **{name: now, "may_change": (name,)})
-    assert changes(said) == [f"{name}: {before} -> {now}"]
-    assert TAKEN in error
-
-
-@pytest.mark.thorough
-def test_what_a_run_may_change_is_told_in_a_line_each(corpus, tmp_path):
-    save(corpus, tmp_path, optimizer__clip_norm=math.inf)
-    fields = {"mesh__ring": 2, "mesh__fsdp": 4, "data__threads": 1}
-    said, _ = start(corpus, tmp_path, **fields, optimizer__clip_norm=0.5)
-    assert changes(said) == [
-        "mesh.fsdp: 2 -> 4",
-        "mesh.ring: 4 -> 2",
-        "optimizer.clip_norm: inf -> 0.5",
-    ]
-    said, _ = start(corpus, tmp_path, optimizer__clip_norm=math.inf)
-    assert changes(said) == []
+    save(corpus, tmp_path, **before)
+    said, error = start(corpus, tmp_path, **now)
+    assert changes(said) == told
+    assert all(part in error for part in parts.split(" | ")), error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.quick

@@ -30,9 +30,9 @@ from kernels.layouts import check_length
 from models.memory import REMAT_POLICIES, Execution
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
-from tasks import config_checks, run_config, systems, task, text
+from tasks import run_config, systems, task, text
 from tasks.command_line import read_config
-from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of, raise_all
+from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of
 from tasks.exorl import AgentRun
 from tasks.state import optimizer_settings
 from tasks.text import TextRun
@@ -184,7 +184,7 @@ def test_a_model_has_the_mesh_and_the_context_of_the_docstring(name):
     assert mesh == (" x ".join(sizes) or "ring 1")
     assert bool(config.lora.rank) == ("lora_" in name)
     config.init_from = "runs/weights" if config.lora.rank else ""
-    config_checks.check(config, int(devices))
+    task.check(config, int(devices))
 
 
 def test_weights_are_fine_tuned_in_their_own_sizes(tmp_path):
@@ -196,11 +196,11 @@ def test_weights_are_fine_tuned_in_their_own_sizes(tmp_path):
     assert (config.model, config.rope_scaling) == (source.model, source.rope_scaling)
     assert config.init_from == source.workdir and config.lora.rank == 16
     assert config.workdir == "runs/fine_tune/gemma"
-    config_checks.check(config, 1)
+    task.check(config, 1)
     assert config.optimizer.end_lr == 2e-5
     config.optimizer.peak_lr = 1e-5  # of all parameters, and a tenth at the end
     assert config.optimizer.end_lr == pytest.approx(1e-6)
-    config_checks.check(config, 1)
+    task.check(config, 1)
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')  # a published model's
     for wrong in "nowhere", str(tmp_path):
         with pytest.raises(ValueError, match=f"{wrong} holds no imported weights: imp"):
@@ -223,15 +223,6 @@ def test_what_is_made_of_a_config_has_no_name_that_the_config_lacks():
 @pytest.mark.parametrize("text, expected", pairs("runs.txt", "words"))
 def test_a_field_is_called_as_in_the_config(text, expected):
     assert in_words_of(agents.get_config(), text) == expected
-
-
-def test_all_that_is_wrong_is_said_once():
-    def wrong(what: str):
-        raise ValueError(what)
-
-    with pytest.raises(ValueError, match="^one; two$"):
-        raise_all([lambda: wrong("one"), lambda: wrong("two"), lambda: wrong("one")])
-    raise_all([lambda: None])
 
 
 def test_the_vocabulary_is_the_corpus_rounded_up_unless_the_config_sets_one(tmp_path):

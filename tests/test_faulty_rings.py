@@ -11,7 +11,7 @@ import pytest
 from kernels import masks
 from kernels.ring import attend as ring
 from kernels.ring.attend import Ring
-from tasks import programs
+from tasks import state
 from tests.hard_rows import HardRows
 from tests.ring_model import RingModel
 from tests.test_what_breaks_elsewhere import (
@@ -83,12 +83,12 @@ def forget_gradients_of_other_shards(patch: pytest.MonkeyPatch) -> None:
 
 def add_up_validations_of_copies(patch: pytest.MonkeyPatch) -> None:
     """One of each device in the ring."""
-    make = programs.make_evaluate_step
+    make = state.make_evaluate_step
 
     def faulty(loss_sum: Callable, count: Callable) -> Callable:
         return make(lambda *given: 3 * loss_sum(*given), count)
 
-    patch.setattr(programs, "make_evaluate_step", faulty)
+    patch.setattr(state, "make_evaluate_step", faulty)
 
 
 def moves(model: RingModel, rows: HardRows, _: Any) -> None:

@@ -19,7 +19,7 @@ from data.text.tokenizer import ByteTokenizer
 from kernels import layouts
 from kernels.layouts import permute, unpermute
 from kernels.masks import Visible
-from tasks.layout_advice import layout_line
+from tasks.layout_choice import layout_line
 from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.cases import table

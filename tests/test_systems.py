@@ -17,7 +17,7 @@ import pytest
 
 import train
 from data.batch import Batch
-from tasks.layout_advice import padding_line
+from tasks.layout_choice import padding_line
 from tasks.text import TextRun
 from tests.cases import in_tiers, table
 from tests.small.models import Run, assert_same, partition_of

@@ -36,8 +36,7 @@ import ml_collections
 from data.row_trees import GROUP
 from kernels import layouts
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
-from tasks.layout_advice import row_lines
-from tasks.layout_choice import typical_rows
+from tasks.layout_choice import row_lines, typical_rows
 from tasks.task import make_run
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.compiled.pods import Pod, TooLarge, aot_pod

@@ -17,9 +17,9 @@ from data.text.corpus import prepare
 from data.text.token_file import TokenFile, identify
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import read_chat_template
-from tasks import config_checks, run_config
+from tasks import run_config
 from tasks.command_line import read_config
-from tasks.task import make_run
+from tasks.task import check, make_run
 from tasks.text import TextRun
 from tests.data.test_chat import rows
 from tests.data.test_corpus import fill, read_both
@@ -173,7 +173,7 @@ def subwords(tmp_path: Path) -> str:
 def made(printed: str, workdir: Path) -> ml_collections.ConfigDict:
     """The config of a printed command, whose run would go as far as to compile."""
     config = read_config([*flags_of(printed), f"--config.workdir={workdir}"])
-    config_checks.check(config, jax.device_count())
+    check(config, jax.device_count())
     make_run(config, jax.devices()).open_data()
     return config
 

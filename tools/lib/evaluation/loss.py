@@ -32,7 +32,7 @@ from kernels.compiler import compiler_options
 from tasks import corpora
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import restored_parameters
-from tasks.layout_advice import padding_line
+from tasks.layout_choice import padding_line
 from tasks.text import TextRun
 from tools.generate import text_config
 from tools.lib.benchmarks.rows import check_output, table, write_rows

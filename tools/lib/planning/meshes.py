@@ -26,8 +26,7 @@ import ml_collections
 from kernels.chips import Chip
 from kernels.cost.choice import Choice
 from kernels.cost.clock import Ring
-from tasks.layout_advice import name_of
-from tasks.layout_choice import ring_passes, state_times, typical_rows
+from tasks.layout_choice import name_of, ring_passes, state_times, typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
 from tasks.task import make_run

@@ -12,11 +12,10 @@ import jax
 import ml_collections
 
 from kernels.backends import IMPLEMENTATIONS, choose
-from tasks import config_checks
+from tasks import task
 from tasks.layout_choice import typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
-from tasks.task import make_run
 from tools.lib.compiled.pods import Pod, compile_to_fit
 from training.mesh import HOST_MEMORY
 from training.metrics import StepWork
@@ -69,7 +68,7 @@ class Step:
           ValueError: something in the config is wrong, or does not suit the devices.
         """
         check(config, len(pod.devices))
-        run = make_run(config, pod.devices, typical_rows(config, documents))
+        run = task.make_run(config, pod.devices, typical_rows(config, documents))
         frozen = abstract_frozen(run.model, run.partition)
         kernel = _implementation(run)
         return cls(run, pod, run.train_step(), frozen, kernel, documents)
@@ -109,7 +108,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None
             f"{config.data.context_tokens=} must be at least 1 and at most "
             f"{MOST_TOKENS}, as indices are int32"
         )
-    config_checks.check(config, devices)
+    task.check(config, devices)
 
 
 def _implementation(run: Run) -> str:
