@@ -178,17 +178,6 @@ def test_make_runs_in_this_order(empty, arguments, runs):
         assert printed.count(part) == runs.count(part)
 
 
-@pytest.mark.parametrize("command", ["true", "false"])
-def test_continuous_integration_runs_both_tiers_from_anywhere(empty, command):
-    recipe = f"@! read line && pwd >seen && {command}"
-    rules = f"check:\n\t@! read line\ntest-thorough:\n\t{recipe}\n"
-    tree = empty.write("a tree/Makefile", rules).parent
-    script = empty.write("a tree/.ci/run", (ROOT / ".ci/run").read_text())
-    result = empty.start(script, cwd="/", input="a line nobody may read\n")
-    assert (result.returncode == 0) == (command == "true")
-    assert (tree / "seen").read_text().strip() == os.path.realpath(tree)
-
-
 def check(device: str, folder: Path, python: str, *arguments: str) -> Any:
     return subprocess.run(
         ["bash", ROOT / f"tools/{device}_check.sh", *arguments],
