@@ -36,7 +36,9 @@ The output is a JSON list of rows. Keys: the fields of `Environment` and `times`
 import argparse
 import contextlib
 import dataclasses
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,18 +46,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels import make_ring_attention, masks
 from kernels.backends import IMPLEMENTATIONS, choose
 from kernels.backends.tile_layout import BlockSizes
+from kernels.compiler import compiler_options
+from kernels.cost.choice import default_granule
+from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.benchmarks import rings, rows
+from tools.lib.benchmarks import rows
 from tools.lib.benchmarks.original import Original
 from tools.lib.benchmarks.problems import (
+    GRADED,
     MASKS,
+    Operands,
     Problem,
+    bounds_of_steps,
     count_tiles,
     relative_error,
 )
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": Contiguous(),
+    "striped": Striped(),
+    "zigzag": Zigzag(),
+}
 
 TILE = 128
 """Rows and keys of the tiles that are counted."""
@@ -85,22 +102,141 @@ LONGEST_CHECKED = 8192
 """Tokens whose scores the reference is asked to hold: 512 MiB a copy in float64."""
 
 
+def layout_of(name: str, problem: Problem) -> Layout:
+    """Returns a layout of LAYOUTS; in stripes as wide as a run's by default."""
+    if name != "striped":
+        return LAYOUTS[name]
+    kind = jax.devices()[0].device_kind
+    return Striped(default_granule(problem.ring_size, problem.length, kind))
+
+
+class CompiledRing:
+    """Our ring, forward and backward, with its operands on their devices."""
+
+    versions = {"jax": jax.__version__}
+
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        layout: str,
+        implementation: str,
+        devices: Sequence[jax.Device],
+    ):
+        mesh = Mesh(np.array(devices), ("ring",))
+        self._order, self._size = layout_of(layout, problem), problem.ring_size
+        options = {"layout": self._order, "implementation": implementation}
+        attend = make_ring_attention(mesh, **options)
+        bounds = (permute(x, self._order, self._size) for x in problem.visible)
+        visible = masks.Visible(*bounds)
+
+        def both(q: Any, k: Any, v: Any, d_out: Any) -> tuple:
+            out, pull = jax.vjp(lambda *x: attend(*x, visible), q, k, v)
+            return out, *pull(d_out)
+
+        sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
+        given = (permute(np.asarray(x), self._order, self._size) for x in operands)
+        placed = [jax.device_put(x, sharding) for x in given]
+        begin = time.perf_counter()
+        kind = compiler_options(devices[0].device_kind)
+        program = jax.jit(both, compiler_options=kind).lower(*placed).compile()
+        self._run = partial(program, *placed)
+        self.compile_seconds = time.perf_counter() - begin
+
+    def sample(self) -> rows.Sample:
+        """Runs it once."""
+        return rows.take_sample(self._run)
+
+    def answer(self) -> dict[str, np.ndarray]:
+        """Runs it, and brings the results into natural order, in float64."""
+        found = (np.asarray(x, np.float64) for x in self._run())
+        found = (unpermute(x, self._order, self._size) for x in found)
+        return dict(zip(GRADED, found, strict=True))
+
+
+Step = Callable[[jax.Array, jax.Array], Any]
+
+
+def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
+    """Returns one ring step forward, and one backward, as functions of the bounds."""
+    step = choose(implementation, jnp.dtype(problem.dtype))
+    local = problem.length // problem.ring_size
+    q, k, v, d_out = (x[:, :local] for x in problem.draw())
+    wide = jnp.zeros(q.shape, jnp.float32)
+    row = jnp.zeros((problem.batch, problem.heads, local), jnp.float32)
+    # Weights are exp(score - lse): with this lse they stay small.
+    lse = row + np.log(problem.length)
+    scale = problem.head_dim**-0.5
+
+    @jax.jit
+    def forward(q, k, v, start, stop, out, lse):
+        return step.forward(q, k, v, start, stop, scale=scale, carry=(out, lse))
+
+    @jax.jit
+    def backward(q, k, v, d_out, lse, delta, start, stop, dq):
+        operands = q, k, v, d_out, lse, delta, start, stop
+        return step.backward(*operands, scale=scale, dq=dq)
+
+    return {
+        "forward": lambda *bounds: forward(q, k, v, *bounds, wide, lse),
+        "backward": lambda *bounds: backward(q, k, v, d_out, lse, row, *bounds, wide),
+    }
+
+
+def time_steps(
+    problem: Problem, layouts: Sequence[str], step: Step, repeats: int, calls: int
+) -> dict[str, np.ndarray]:
+    """Returns median seconds, (devices, steps), of each layout, timed in rounds."""
+    size = problem.ring_size
+    seconds = {name: np.zeros((size, size)) for name in layouts}
+    each = (
+        bounds_of_steps(layout_of(n, problem), size, problem.visible) for n in layouts
+    )
+    for steps in zip(*each, strict=True):
+        runs = [partial(step, *map(jnp.int32, bounds)) for _, bounds in steps]
+        takes = [partial(rows.take_sample, run, calls) for run in runs]
+        for name, (place, _), samples in zip(
+            layouts, steps, rows.take_rounds(takes, repeats), strict=True
+        ):
+            seconds[name][place] = statistics.median(x.wall for x in samples)
+    return seconds
+
+
+def start_devices(count: int) -> list[jax.Device]:
+    """Returns `count` accelerators, or simulated CPU devices without any.
+
+    Raises:
+      ValueError: the machine has fewer.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # JAX has its devices already, and they cannot change
+    devices = jax.devices()
+    if len(devices) < count:
+        raise ValueError(
+            f"--devices {count}, but there are {len(devices)} of "
+            f"{devices[0].device_kind}: ask for fewer, or set JAX_PLATFORMS=cpu"
+        )
+    return devices[:count]
+
+
 def _tiles(problem: Problem, layout: str) -> dict[str, Any]:
-    given = rings.layout_of(layout, problem), problem.ring_size, problem.visible
+    given = layout_of(layout, problem), problem.ring_size, problem.visible
     return count_tiles(*given, BlockSizes(TILE, TILE))
 
 
 def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Times the chosen variants in rounds, and the original's chunk sizes."""
-    devices = rings.start_devices(problem.ring_size)
+    devices = start_devices(problem.ring_size)
     environment, operands = rows.Environment.of(devices), problem.draw()
     with contextlib.ExitStack() as stack:
-        makes: list[Callable[..., rings.CompiledRing | Original]] = []
+        makes: list[Callable[..., CompiledRing | Original]] = []
         facts: list[dict[str, Any]] = []
         for name in chosen.implementations:
             for layout in chosen.layouts:
                 options = {"layout": layout, "implementation": name}
-                makes.append(partial(rings.CompiledRing, **options, devices=devices))
+                makes.append(partial(CompiledRing, **options, devices=devices))
                 tiles = _tiles(problem, layout)
                 facts.append(options | {"block_q": TILE, "block_k": TILE} | tiles)
         for chunk in chosen.chunks if chosen.beside else ():
@@ -133,8 +269,8 @@ def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str,
     environment = rows.Environment.of(jax.devices()[:1])
     (implementation,) = chosen.implementations
     names = tuple(dict.fromkeys(("contiguous", *chosen.layouts)))
-    for direction, step in rings.make_steps(problem, implementation).items():
-        seconds = rings.time_steps(problem, names, step, chosen.repeats, chosen.calls)
+    for direction, step in make_steps(problem, implementation).items():
+        seconds = time_steps(problem, names, step, chosen.repeats, chosen.calls)
         paths = {name: float(seconds[name].max(axis=0).sum()) for name in names}
         tiles = {n: _tiles(problem, n)["tiles_critical_path"] for n in names}
         for name in names:
@@ -165,7 +301,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = partial(parser.add_argument, help="default: %(default)s")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--mask", default="causal", choices=tuple(MASKS))
-    layouts = list(rings.LAYOUTS)
+    layouts = list(LAYOUTS)
     add("--layouts", default=layouts, nargs="+", choices=layouts)
     known = tuple(IMPLEMENTATIONS)
     words = {"help": f"of {', '.join(known)} (default: the best of the device)"}
@@ -186,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = {name: getattr(chosen, name) for name in names}
     problem = Problem(**given, ring_size=chosen.devices)
     if not chosen.simulate:
-        rings.start_devices(chosen.devices)
+        start_devices(chosen.devices)
     if not chosen.implementations:
         best, known = choose(None, jnp.dtype(chosen.dtype)), IMPLEMENTATIONS.items()
         chosen.implementations = [name for name, one in known if one is best]

@@ -9,10 +9,275 @@ episodes that were read before, if any were. Prints the numbers.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import ml_collections
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from configs import agents as agents_config
+from data.json_text import parse_json, short
+from tasks import exorl
 from tasks.command_line import Parser, as_program
-from tools.lib.figures import curves
+from tasks.config_errors import fields_by_name
+from tools.lib.exorl.scores import interval, of_worlds
 from tools.lib.files import replacing
+from training.stored_step import differences
+
+INK, GREY = "#1b2733", "#5c6b7a"
+"""Of titles and labels; of reference lines."""
+
+CONTEXTS = {
+    "own": ("own episodes before", "-"),
+    "empty": ("emptied before every episode", "--"),
+    "none": ("emptied before every step", ":"),
+    "recorded": ("recorded episodes before", "o"),
+    "other": ("another task's or world's before", "x"),
+}
+"""Words and look of each context."""
+RANDOM = "random_"
+"""Beginning of the names of contexts with drawn episodes; their number follows."""
+
+TRAINED_BY = (
+    *(f"data.{name}" for name in exorl.DATA_FIELDS if name != "trajectories"),
+    *("data.batch_rows", "data.context_tokens", "train.steps"),
+)
+"""Fields that make an agent, besides those of its model and optimizer."""
+
+Runs = list[dict[str, Any]]
+"""Results of one agent in one task, of several seeds."""
+
+
+def agent(results: dict[str, Any]) -> str:
+    """Returns the name of the method that trained the agent."""
+    method = results["config"]["agent"]["method"]
+    if method == "perceptron":
+        return "behaviour cloning"
+    if results["config"]["agent"]["chain_length"] == 1:
+        return "Decision Transformer"
+    data = results["config"]["data"]
+    if data.get("predict") == "targets":
+        return "Decision-Pretrained Transformer"
+    if data["chain_order"] in ("learnt", "ranked"):
+        ranked = data["chain_order"] == "ranked"
+        return "Algorithm Distillation" + ", ranked episodes" * ranked
+    is_sorted = data["chain_order"] == "ascending"
+    return "Agentic Transformer" + ("" if is_sorted else ", unsorted chains")
+
+
+def read_returns(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
+    """Returns results of `evaluate exorl` by task and agent, a mean for each world.
+
+    files: one for each agent and seed, or for some contexts of it.
+
+    Raises:
+      ValueError: a file holds no results, a context of a seed twice, or results whose
+        mean with the other files' would mean nothing.
+    """
+    found: dict[str, dict[str, Runs]] = {}
+    for file in files:
+        try:
+            results = _by_world(parse_json(Path(file).read_text()))
+            name, seed = agent(results), results["config"].setdefault("seed", 0)
+            agents = found.setdefault(results["task"], {})
+            for other, runs in agents.items():
+                for run in runs:
+                    _check_alike(run, results, is_same_agent=other == name)
+            runs = agents.setdefault(name, [])
+            same = [run for run in runs if run["config"]["seed"] == seed]
+            there = {context for run in same for context in run["contexts"]}
+            if both := sorted(there & set(results["contexts"])):
+                raise ValueError(
+                    f"{name} with seed {seed} in {results['task']} has "
+                    f"{', '.join(both)} already: give each context of a seed once"
+                )
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"{file} holds no results of tools.evaluate exorl, or not of the kind "
+                f"of the other files ({type(error).__name__}: {error})"
+            ) from error
+        if same:
+            same[0]["contexts"] |= results["contexts"]
+            same[0]["references"] |= results["references"]
+        else:
+            runs.append(results)
+    return found
+
+
+def _by_world(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns results with the mean of the rows of each world, and how each was drawn.
+
+    Raises:
+      ValueError, KeyError, TypeError: they have another form, or are of worlds that
+        the agent was trained on.
+    """
+    contexts = results["contexts"]
+    if not contexts:
+        raise ValueError("it has no contexts")
+    split = "train" if results.get("trained_on") else results.get("split", "test")
+    if split != "test":
+        raise ValueError(f"its worlds are of split {split}: leave out --split")
+    drawn = results.get("temperature", 1.0), results.get("hold", 1)
+    how = "temperature {} held for {}, window {}".format(*drawn, results.get("window"))
+    results.setdefault("references", {})
+    for name, outcome in contexts.items():
+        returns = np.array(outcome["returns"], float)
+        if returns.ndim != 2 or not returns.size or not np.isfinite(returns).all():
+            raise ValueError(
+                f"returns of shape {returns.shape} must be finite, (rows, episodes)"
+            )
+        # Rows that do not name their worlds are of one each.
+        of_rows = np.array(results.get("worlds", range(len(returns))))
+        outcome["returns"] = of_worlds(returns, of_rows)
+        before = len(outcome["recorded_returns"][0])
+        outcome["before"] = before
+        outcome["drawn"] = f"{before} + {returns.shape[1]} episodes, {how}"
+        if not name.startswith(RANDOM):
+            CONTEXTS[name]
+    results["worlds"] = np.unique(of_rows).tolist()
+    return results
+
+
+def _check_alike(
+    before: dict[str, Any], results: dict[str, Any], is_same_agent: bool
+) -> None:
+    """Raises ValueError if no picture can have these results beside earlier ones.
+
+    Of one task the worlds must be the same, and of one agent all that made it.
+    """
+    both = before, results
+    facts = [{name: x.get(name) for name in ("worlds", "target")} for x in both]
+    if is_same_agent:
+        contexts = before["contexts"].keys() & results["contexts"].keys()
+        digests = ["trajectories"]
+        if before["config"]["seed"] == results["config"]["seed"]:
+            digests.append("parameters")
+        if not all("digests" in x for x in both):
+            digests.clear()
+        for found, x in zip(facts, both, strict=True):
+            found |= _settings(x) | {name: x["digests"][name] for name in digests}
+            found |= {repr(name): x["contexts"][name]["drawn"] for name in contexts}
+    for name, (old, new) in differences(*facts).items():
+        raise ValueError(f"{name} is {short(new)}, in another file {short(old)}")
+
+
+def _settings(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that make an agent, by name; older results get defaults."""
+    given = fields_by_name(ml_collections.ConfigDict(results["config"]))
+    fields = fields_by_name(agents_config.get_config()) | given
+    found = {
+        name: value
+        for name, value in fields.items()
+        if name.split(".")[0] in ("agent", "model", "optimizer") or name in TRAINED_BY
+    }
+    return found | {"step": results.get("step")}
+
+
+def bounds(runs: Runs, context: str) -> np.ndarray:
+    """Returns low, mean and high (95 % over seeds and worlds) of returns, (3, n)."""
+    there = [run["contexts"][context] for run in runs if context in run["contexts"]]
+    found = np.array([outcome["returns"] for outcome in there], float)
+    each = [interval(column) for column in np.moveaxis(found, -1, 0)]
+    return np.array([[b[part] for b in each] for part in ("low", "mean", "high")])
+
+
+def table(tasks: dict[str, dict[str, Runs]]) -> str:
+    """Returns the numbers of the picture: first, middle and last episode."""
+    lines = []
+    for task, agents in tasks.items():
+        runs = next(iter(agents.values()))
+        for name, known in runs[0]["references"].items():
+            shown = known if isinstance(known, list) else [known]
+            places = sorted({0, len(shown) // 2, len(shown) - 1})
+            values = "  ".join(f"{shown[place]:6.1f}" for place in places)
+            lines.append(f"{task}, reference {name}: {values}")
+        for name, runs in agents.items():
+            for context in dict.fromkeys(c for run in runs for c in run["contexts"]):
+                columns = bounds(runs, context).T
+                shown = columns[sorted({0, len(columns) // 2, len(columns) - 1})]
+                text = "  ".join(f"{b:6.1f} ({a:.1f}-{c:.1f})" for a, b, c in shown)
+                lines.append(f"{task}, {name}, {context}, {len(runs)} seeds: {text}")
+    return "\n".join(lines)
+
+
+def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
+    """Draws a panel for each task, and one by drawn episodes read, if any were."""
+    names = dict.fromkeys(name for agents in tasks.values() for name in agents)
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
+    groups = [runs for agents in tasks.values() for runs in agents.values()]
+    columns = 2 if any(map(_drawn_counts, groups)) else 1
+    size = (5.6 * columns, 6.4 * len(tasks))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(tasks), columns, squeeze=False)
+    for row, (task, agents) in zip(panels, tasks.items(), strict=True):
+        for axes, (x, draw) in zip(row, PANELS.items(), strict=False):
+            for name, runs in agents.items():
+                draw(axes, runs, colours[name], name)
+            _references(axes, [run for runs in agents.values() for run in runs], x)
+            axes.set_title(task, color=INK, fontsize=11)
+            axes.set_xlabel(x, color=INK)
+            axes.set_ylabel("return", color=INK)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_ylim(bottom=0)
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 1}
+            axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)
+    figure.suptitle("Returns, with 95 % intervals", color=INK, fontsize=12)
+    return figure
+
+
+def _by_episode(axes: Axes, runs: Runs, colour: str, name: str) -> None:
+    for context, (words, look) in CONTEXTS.items():
+        found = [run["contexts"][context] for run in runs if context in run["contexts"]]
+        if not found:
+            continue
+        low, mean, high = bounds(runs, context)
+        episodes = found[0]["before"] + np.arange(1, len(mean) + 1)
+        axes.plot(episodes, mean, look, color=colour, label=f"{name}, {words}")
+        if look in "xo":
+            error = [mean - low, high - mean]
+            axes.errorbar(episodes, mean, error, color=colour, fmt="none", lw=1)
+        else:
+            axes.fill_between(episodes, low, high, color=colour, alpha=0.12, lw=0)
+
+
+def _drawn_counts(runs: Runs) -> list[int]:
+    """Returns the numbers of drawn episodes that contexts have, increasing."""
+    contexts = {c for run in runs for c in run["contexts"] if c.startswith(RANDOM)}
+    return sorted(int(context.removeprefix(RANDOM)) for context in contexts)
+
+
+def _by_drawn(axes: Axes, runs: Runs, colour: str, name: str) -> None:
+    if counts := _drawn_counts(runs):
+        each = [bounds(runs, f"{RANDOM}{count}")[:, 0] for count in counts]
+        low, mean, high = np.array(each).T
+        axes.plot(counts, mean, "o-", color=colour, label=name)
+        axes.fill_between(counts, low, high, color=colour, alpha=0.12, lw=0)
+        axes.set_xscale("log")
+
+
+PANELS = {"episode": _by_episode, "drawn episodes read": _by_drawn}
+"""What draws each column of panels, by its horizontal axis."""
+
+
+def _references(axes: Axes, runs: Runs, x: str) -> None:
+    """Draws in grey the levels that returns are compared with."""
+    known = {k: v for run in runs for k, v in run["references"].items()}
+    levels = {"oracle": "knows the world", "random": "random actions"}
+    levels |= {"recorded_best": "best of the data", "recorded_mean": "mean of the data"}
+    shown = {words: known[key] for key, words in levels.items() if key in known}
+    if not shown:
+        shown = {"return that agents are conditioned on": runs[0]["target"]}
+    left = {"transform": axes.get_yaxis_transform(), "va": "bottom", "ha": "right"}
+    for words, level in shown.items():
+        axes.axhline(level, color=GREY, lw=1, linestyle="--")
+        axes.text(0.99, level, words, color=GREY, fontsize=8, **left)
+    learners = {"tabular": ("Q-learning from scratch", "-")}
+    learners["explorer"] = "nearest unseen cell, then the goal", "--"
+    for key, (words, look) in learners.items():
+        if x == "episode" and (learner := known.get(key)):
+            episodes = range(1, len(learner) + 1)
+            axes.plot(episodes, learner, look, color=GREY, lw=1, label=words)
 
 
 @as_program
@@ -24,10 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, type=Path, help="PNG to write")
     chosen = parser.parse_args(arguments)
 
-    tasks = curves.read_returns(chosen.rows)
-    print(curves.table(tasks))
+    tasks = read_returns(chosen.rows)
+    print(table(tasks))
     with replacing(chosen.output) as part:
-        curves.returns(tasks).savefig(part, format="png", dpi=160)
+        returns(tasks).savefig(part, format="png", dpi=160)
     print(f"written to {chosen.output}")
 
 

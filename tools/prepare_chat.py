@@ -17,8 +17,12 @@ from data.chat.chat_template import FORMATS, OWN, open_template
 from data.chat.corpus import TOO_LONG, ChatEncoder, prepare_chats
 from data.text.tokenizer_files import read_chat_template
 from tasks.command_line import as_program, at_least
-from tools.lib.prepare_arguments import chosen_tokenizer, input_options, input_parser
-from tools.lib.train_command import train_command
+from tools.lib.prepare import (
+    chosen_tokenizer,
+    input_options,
+    input_parser,
+    train_command,
+)
 
 WITHOUT = "vicuna"
 """Template of a tokenizer that has none."""

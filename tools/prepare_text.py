@@ -16,8 +16,12 @@ from collections.abc import Sequence
 from configs import tiny
 from data.text.corpus import prepare
 from tasks.command_line import as_program
-from tools.lib.prepare_arguments import chosen_tokenizer, input_options, input_parser
-from tools.lib.train_command import train_command
+from tools.lib.prepare import (
+    chosen_tokenizer,
+    input_options,
+    input_parser,
+    train_command,
+)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

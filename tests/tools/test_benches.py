@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tools import bench_kernels, bench_ring
-from tools.lib.benchmarks import peers, rings, rows
-from tools.lib.benchmarks.peers import Runs, jax_runs
+from tools.bench_kernels import Runs, jax_runs
+from tools.lib.benchmarks import rows
 from tools.lib.benchmarks.problems import GRADED, Operands, Problem
 from tools.lib.benchmarks.rows import Environment, peak_share, table
 
@@ -88,8 +88,8 @@ def test_a_backward_run_gives_the_gradients_of_the_forward_run():
 def test_splash_is_given_the_same_problem(mask, directions):
     """Interpreted; on a TPU the same runs are compiled."""
     operands = Problem(128, 1, 1, 128, "float32", mask).draw()
-    found = peers.splash(operands, mask == "causal", interpret=True)
-    exact = peers.ours("reference", operands, mask == "causal")
+    found = bench_kernels.splash(operands, mask == "causal", interpret=True)
+    exact = bench_kernels.ours("reference", operands, mask == "causal")
     for direction in directions:
         truth = jax.device_get(getattr(exact, direction)())
         assert bench_kernels.largest_error(found, direction, truth) < 1e-2
@@ -149,7 +149,7 @@ class ExactRing:
 def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     monkeypatch, measure
 ):
-    monkeypatch.setattr(rings, "CompiledRing", ExactRing)
+    monkeypatch.setattr(bench_ring, "CompiledRing", ExactRing)
     monkeypatch.setattr(bench_ring, "LONGEST_CHECKED", 32)
     (row,) = measure("--layouts", "striped")
     assert (row["length"], row["error_length"], row["error_dk"]) == (256, 32, 0)
@@ -197,6 +197,6 @@ def test_the_path_is_the_time_of_the_slowest_device_of_each_step(monkeypatch):
 
     monkeypatch.setattr(rows.time, "perf_counter", lambda: clock[0])
     problem = Problem(64, 2, 1, 8, "float32", "causal", ring_size=4)
-    seconds = rings.time_steps(problem, ("contiguous", "striped"), step, 2, 3)
+    seconds = bench_ring.time_steps(problem, ("contiguous", "striped"), step, 2, 3)
     assert seconds["contiguous"].max(axis=0).tolist() == [136, 256, 256, 256]
     assert seconds["striped"].max(axis=0).tolist() == [136] * 4

@@ -23,8 +23,7 @@ from tests.small.runs import small_config, small_flags
 from tests.tools.test_generate import save
 from tools import evaluate
 from tools.lib.evaluation import loss
-from tools.lib.evaluation.ruler import Generated
-from tools.lib.retrieval.files import prediction_file
+from tools.lib.evaluation.ruler import Generated, prediction_file
 from tools.lib.retrieval.prompts import Encoder, Prompt
 from training.mesh import MeshShape
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.cases import pairs, table
 from tools import figures
+from tools.figures import agent, bounds, read_returns, returns
 from tools.lib.exorl.scores import interval
-from tools.lib.figures.curves import agent, bounds, read_returns, returns
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
 

@@ -35,7 +35,7 @@ from tools import (
     prepare_lines,
     prepare_text,
 )
-from tools.lib.train_command import train_command
+from tools.lib.prepare import train_command
 from training.weights import save_parameters
 
 LINES = ["--train-tokens", "3000", "--validation-tokens", "500"]

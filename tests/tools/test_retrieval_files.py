@@ -13,7 +13,6 @@ from data.rows import WholeRows
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer
 from tests.cases import pairs
-from tools.lib.retrieval.corpus import LineDocuments, write_corpus
 from tools.lib.retrieval.scores import (
     match_all,
     match_line,
@@ -22,6 +21,7 @@ from tools.lib.retrieval.scores import (
     summary,
     task_row,
 )
+from tools.prepare_lines import LineDocuments, write_corpus
 
 BYTES = ByteTokenizer()
 

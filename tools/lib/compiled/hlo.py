@@ -14,25 +14,93 @@ computations of their own, called in three steps: the SparseCore is woken, is gi
 operand, and is waited for.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tools.lib.compiled.hiding import Transfer, hidden_shares
-from tools.lib.compiled.hlo_instructions import (
+from tools.lib.compiled.hlo_text import (
+    COLLECTIVES,
     TRANSFER,
+    Computation,
     Instruction,
+    read,
     read_instruction,
 )
-from tools.lib.compiled.hlo_text import COLLECTIVES, Computation, read
 
 _FUSED_START = 'custom_call_target="AsyncCollectiveStart"'
 _FUSED_DONE = 'custom_call_target="AsyncCollectiveDone"'
 _FUSED_PRODUCT = "async_collective_fusion"
 _FUSED_SCATTER = "all-reduce-scatter"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Places of a transfer in the order of a computation's instructions.
+
+    available: of the last kernel or done that what it sends depends on; -1 for none.
+    """
+
+    start: int
+    done: int
+    available: int = -1
+
+
+def hidden_shares(
+    kernels: Sequence[int], loops: Sequence[int], transfers: Sequence[Transfer]
+) -> list[float]:
+    """Returns the share of its ring step's kernels during which each transfer runs.
+
+    Kernels count as equally long. s and d are the start and the done of a transfer, F a
+    kernel: in ssssFFdddd, ssssFFdddd all transfers travel for as long as the ring step
+    computes, in FssssFdddd for half of it: what they could take of the other kernel's
+    time is lost. A step ends where transfers are done before any other starts, and with
+    a loop of steps. Its transfers could start where it begins, or later, once what they
+    send has arrived or is computed.
+
+    kernels: their places, ascending. loops: those of them that are loops of kernels.
+    """
+
+    def gap(place: int) -> int:
+        """Counts the kernels up to a place."""
+        return bisect.bisect(kernels, place)
+
+    crossing = [one for one in transfers if gap(one.start) < gap(one.done)]
+    ends = _ends_of_steps([(gap(t.start), gap(t.done), t) for t in crossing])
+    ends = sorted({*ends, *map(gap, loops)})
+    windows: dict[Transfer, int] = {}
+    first: set[Transfer] = set()
+    for one in crossing:
+        end, available = gap(one.done), gap(one.available)
+        begin = max(ends[: bisect.bisect_left(ends, end)], default=0)
+        if available < begin or one.available < 0:
+            first.add(one)
+        windows[one] = end - max(begin, available)
+    # What the first transfers of a ring send may have been there for long: kernels
+    # before them may be those of another ring's last step.
+    shortest = min(windows.values(), default=0)
+    windows |= dict.fromkeys(first, shortest)
+    return [
+        min(1.0, (gap(one.done) - gap(one.start)) / windows.get(one, 1))
+        for one in transfers
+    ]
+
+
+def _ends_of_steps(crossing: Sequence[tuple[int, int, Transfer]]) -> list[int]:
+    """Returns the numbers of kernels after which transfers end a step.
+
+    crossing: kernels before the start and before the done of each transfer.
+    """
+    starts: dict[int, int] = {}
+    dones: dict[int, int] = {}
+    for start, done, one in crossing:
+        starts[start] = min(one.start, starts.get(start, one.start))
+        dones[done] = max(one.done, dones.get(done, one.done))
+    return [g for g, last in dones.items() if last < starts.get(g, math.inf)]
 
 
 @dataclass(frozen=True)
@@ -46,8 +114,8 @@ class Collective:
     group: devices that it spans; 2 or more.
     times: that a run of the program runs it.
     hidden_share: of a ring's transfer, how much of its step's kernels run between its
-      start and its done (see `hiding`). Of others, 1 if any kernel runs there, or if
-      they are fused with a product; else 0.
+      start and its done (see `hidden_shares`). Of others, 1 if any kernel runs there,
+      or if they are fused with a product; else 0.
     is_asynchronous: whether it has a start and a done, or is fused.
     """
 

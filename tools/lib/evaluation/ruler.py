@@ -8,11 +8,16 @@
 A length counts a prompt and what is generated after it, in the model's own tokens.
 Without --tasks they are those whose files are given: six need none. Prompts go through
 the ring and answers are the likeliest tokens. Predictions are written as they come;
-the same command goes on where it was stopped. FOLDER gets RULER's own files of them
-(tools/lib/retrieval/files.py), scores.json, and depths.txt, scores by depth. The task
-`lines` is LongEval's line retrieval, whose lengths count the right answer.
+the same command goes on where it was stopped. FOLDER gets RULER's own files of them,
+scores.json, and depths.txt, scores by depth. The task `lines` is LongEval's line
+retrieval, whose lengths count the right answer.
 
---save-prompts FOLDER only writes the prompts, for NVIDIA's scripts.
+    FOLDER/LENGTH/data/TASK/validation.jsonl   index, input, outputs, length, ...
+    FOLDER/LENGTH/pred/TASK.jsonl              the same with pred, without the input
+
+So NVIDIA's scripts score our predictions (eval/evaluate.py --data_dir
+FOLDER/LENGTH/pred), and write predictions of another model for the prompts that
+--save-prompts FOLDER writes, and nothing else.
 """
 
 import argparse
@@ -28,6 +33,7 @@ import ml_collections
 import numpy as np
 from tqdm import tqdm
 
+from data.json_text import parse_json
 from data.retrieval.lines import FORMS
 from data.text.tokenizer import Tokenizer
 from models.decode import NOTHING, Generator
@@ -37,8 +43,7 @@ from tasks.generation import generator, restored_parameters
 from tasks.text import TextRun
 from tools.generate import CHAT, find_template, find_tokenizer, text_config
 from tools.lib.benchmarks.rows import Environment, make_row
-from tools.lib.files import write_json
-from tools.lib.retrieval import files
+from tools.lib.files import replacing, write_json
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.retrieval.scores import depths, summary, table, task_row
 from tools.lib.ruler.sources import Sources
@@ -47,6 +52,62 @@ from tools.lib.ruler.tasks import SEED, TASKS
 LENGTHS = "4096,8192,16384,32768,65536,131072"
 RUN = "run.json"
 """Says what predictions of a folder are of."""
+
+
+def prompt_file(folder: Path, length: int, task: str) -> Path:
+    return folder / str(length) / "data" / task / "validation.jsonl"
+
+
+def prediction_file(folder: Path, length: int, task: str) -> Path:
+    return folder / str(length) / "pred" / f"{task}.jsonl"
+
+
+def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Writes a file of prompts, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part, part.open("w", encoding="utf-8") as lines:
+        for index, prompt in enumerate(prompts):
+            lines.write(json.dumps({"index": index, **prompt._asdict()}) + "\n")
+
+
+def append_predictions(
+    path: Path, first: int, prompts: Sequence[Prompt], texts: Sequence[str]
+) -> None:
+    """Adds rows to a file of predictions, from index `first` on.
+
+    depth: where the first answer stands in a prompt, from 0 to 1.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as lines:
+        for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True), first):
+            place = max(prompt.input.find(prompt.outputs[0]), 0)
+            depth = place / max(len(prompt.input), 1)
+            depth = depth if prompt.depth is None else prompt.depth
+            row = {"index": index, "pred": text, "input": ""}
+            row |= {"outputs": prompt.outputs, "others": {"depth": depth}}
+            row |= {"truncation": -1, "length": prompt.length}
+            lines.write(json.dumps(row) + "\n")
+
+
+def read_predictions(path: Path) -> list[dict[str, Any]]:
+    """Reads the rows of a file of predictions, none where there is no file.
+
+    What a process that was killed left of a row is cut off.
+
+    Raises:
+      ValueError: a row is not a prediction.
+    """
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with replacing(path) as part:
+            part.write_bytes(content[:whole])
+    try:
+        return [dict(parse_json(line)) for line in content[:whole].splitlines()]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must have predictions: {error}; remove it") from error
 
 
 @dataclass(frozen=True)
@@ -136,7 +197,7 @@ def check_folder(folder: Path, found: dict[str, Any]) -> None:
 
 def answer(cell: Cell, generated: Generated, encoder: Encoder, path: Path) -> None:
     """Adds the predictions that a file lacks."""
-    done = len(files.read_predictions(path))
+    done = len(read_predictions(path))
     prompts = islice(cell.prompts, done, None)
     # Silent where standard error is not a terminal.
     with tqdm(
@@ -144,7 +205,7 @@ def answer(cell: Cell, generated: Generated, encoder: Encoder, path: Path) -> No
     ) as shown:
         while some := list(islice(prompts, generated.generator.rows)):
             texts = generated([encoder(prompt) for prompt in some])
-            files.append_predictions(path, done, some, texts)
+            append_predictions(path, done, some, texts)
             done += len(some)
             shown.update(len(some))
 
@@ -176,8 +237,8 @@ def evaluate(
     cells = draw_cells(encoder, sources, options)
     if options.save_prompts:
         for cell in cells:
-            path = files.prompt_file(options.save_prompts, cell.length, cell.task)
-            files.write_prompts(path, cell.prompts)
+            path = prompt_file(options.save_prompts, cell.length, cell.task)
+            write_prompts(path, cell.prompts)
             print(path)
         return {}, []
     run = TextRun.of(config, jax.devices())
@@ -198,11 +259,11 @@ def evaluate(
     cache_bytes = {n: report_cache(n, drawn) for n, drawn in programs.items()}
     results = []
     for cell in cells:
-        path = files.prediction_file(options.output, cell.length, cell.task)
+        path = prediction_file(options.output, cell.length, cell.task)
         task, drawn = TASKS[cell.task], programs[cell.length]
         generated = Generated(drawn, parameters, tokenizer, task.tokens, stops)
         answer(cell, generated, encoder, path)
-        predictions = files.read_predictions(path)[: options.samples]
+        predictions = read_predictions(path)[: options.samples]
         row = {"run": config.workdir, "step": step}
         row["cache_bytes"] = cache_bytes[cell.length]
         results.append(row | task_row(cell.task, cell.length, task.match, predictions))

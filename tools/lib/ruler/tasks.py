@@ -1,18 +1,53 @@
 """The thirteen tasks of RULER, and LongEval's lines, by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from data.retrieval.lines import FORMS
+import numpy as np
+
+from data.retrieval.lines import FORMS, LineForm, Record, record_of_length
+from tools.lib.retrieval.prompts import Prompt, Room
 from tools.lib.retrieval.scores import Match, match_all, match_line, match_part
 from tools.lib.ruler.documents import Documents
 from tools.lib.ruler.frequencies import CommonWords, FrequentWords
-from tools.lib.ruler.lines import Lines
 from tools.lib.ruler.needles import NEEDLE, NOISE, Needles
 from tools.lib.ruler.sources import Sources, hotpotqa, read_questions, squad
 from tools.lib.ruler.variables import Variables
 
+DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
+"""Of the line that is asked for, one after the other."""
+
 SEED = 42
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Asks for lines of a record, as LongEval; lengths count the right answer.
+
+    Each prompt is drawn from a seed of its own.
+    """
+
+    form: LineForm
+
+    def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
+        for number in range(count):
+            yield self._draw(room, *divmod(number, len(DEPTHS)))
+
+    def _draw(self, room: Room, sample: int, place: int) -> Prompt:
+        form, depth, tokens = self.form, DEPTHS[place], room.length - room.generated
+
+        def ask(record: Record) -> Prompt:
+            """Asks for the line that is nearest to the depth."""
+            line = round(depth * (len(record.names) - 1))
+            name, number = record.names[line], record.numbers[line]
+            text = record.text + form.question.format(name=name)
+            answer = form.answer.format(number=number)
+            draft = Prompt(text, form.cue.format(name=name), (answer,), depth=depth)
+            return draft._replace(length=room.count(draft) + room.count(answer))
+
+        rng = np.random.default_rng([0, tokens, place, sample])
+        return ask(record_of_length(form, tokens, rng, lambda r: ask(r).length))
+
 
 Recipe = Needles | Variables | CommonWords | FrequentWords | Documents | Lines
 """What draws a task's prompts: of (room, count), `count` prompts as long as goes."""
