@@ -145,16 +145,21 @@ def test_what_changes_is_told_and_which_data_are_read_is_refused_unless_allowed(
     said, error = start(corpus, tmp_path, **now)
     assert changes(said) == told
     assert all(part in error for part in parts.split(" | ")), error
-    assert len(error.splitlines()) == 1
+    assert "\n" not in error or parts == TAKEN
 
 
 @pytest.mark.quick
 def test_a_corpus_may_move(corpus, tmp_path):
-    """It may not be replaced: see tests/test_train_on_formats.py."""
+    """It may not be replaced, nor get other weights in a mixture."""
     copy, workdir = shutil.copytree(corpus, tmp_path / "copy"), tmp_path / "run"
     save(copy, workdir)
     said, _ = start(corpus, workdir)
     assert changes(said) == [f"data.corpus: {copy} -> {corpus}"]
+    _, error = start(f"{corpus}:1,{copy}:3", workdir)
+    assert "other settings: data.corpus.contents: " in error
+    save(f"{corpus}:1,{copy}:3", tmp_path / "mixed")
+    _, error = start(f"{corpus}:1,{copy}:2", tmp_path / "mixed")
+    assert "other settings: data.corpus.contents: " in error
 
 
 @pytest.mark.quick

@@ -1,7 +1,6 @@
 """Every file in tools/ is a program: it answers --help and refuses in one line."""
 
 import importlib
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from tests import tables
 from tests.cases import pairs, table
 from tests.tables import as_arrow, as_lines
 from tools import evaluate, prepare_chat, prepare_text
-from tools.lib.files import replacing, write_json
+from tools.lib.files import replacing
 from tools.lib.planning.step import Step
 
 FOLDER = Path(next(iter(tools.__path__)))
@@ -89,14 +88,6 @@ def test_a_wrong_command_line_is_one_line_and_writes_nothing(
 
 
 # Files that are there whole or not at all.
-
-
-def test_a_value_is_written_in_place_of_an_earlier_one(tmp_path):
-    path = tmp_path / "rows.json"
-    for value in ([{"a": 1}], [{"a": None}]):
-        write_json(path, value)
-        assert json.loads(path.read_text()) == value
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_leaves_the_file_of_before(tmp_path):
