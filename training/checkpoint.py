@@ -74,13 +74,9 @@ class Checkpoints:
           sleep: waits for this many seconds, before a step is read again.
 
         Raises:
-          ValueError: if `keep` is not a whole number from 1 on, or the fingerprint is
-            not JSON.
           OSError: if the directory cannot be made or written to.
         """
-        if type(keep) is not int or keep < 1:
-            raise ValueError(f"{keep=} must be at least 1, and whole")
-        self._fingerprint = _as_json(fingerprint)
+        self._fingerprint = json.loads(json.dumps(dict(fingerprint)))  # as restored
         self.record = {}
         self._say, self._sleep = say, sleep
         self._latest_is_ours = False
@@ -173,13 +169,10 @@ class Checkpoints:
 
         Raises:
           NotFinite: an array of the state holds nan or inf. Nothing is written then.
-          ValueError: if `step` is not a whole number, or not newer than the newest on
-            disk, if the steps on disk belong to another model, or if the state holds
-            what cannot be saved. Nothing is written then.
+          ValueError: if `step` is not newer than the newest on disk, or if the steps on
+            disk belong to another model. Nothing is written then.
           OSError: this save and the one before it failed, or the two before it.
         """
-        if type(step) is not int or step < 0:
-            raise ValueError(f"{step=} must be at least 0, and whole")
         self._settle()
         self._clear_half_saved()
         latest = self.latest_step()
@@ -369,13 +362,3 @@ def open_manager(directory: str | Path, newest: Newest, *, cleans: bool) -> Mana
     state, meta = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
     handlers = {STATE: state, META: meta}
     return Manager(absolute(directory), item_handlers=handlers, options=options)
-
-
-def _as_json(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy as JSON restores it, independent of the original."""
-    try:
-        return json.loads(json.dumps(dict(fingerprint), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{fingerprint=}: give finite numbers, strings, lists and dicts: {error}"
-        ) from error

@@ -73,15 +73,6 @@ def _count(function: Callable[[jax.Array], jax.Array], array: Any) -> jax.Array:
     return function(array).sum(dtype=jnp.float32)
 
 
-def has_digest(dtype: Any) -> bool:
-    """Returns whether arrays of a type have a digest: reals of whole bytes, bool."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.finfo(dtype).bits % 8 == 0
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits % 8 == 0
-    return dtype == jnp.bool
-
-
 def digest(array: jax.Array) -> jax.Array:
     """Returns the uint32 digest of an array of any shape and a type of 1 to 8 bytes."""
     bits = _words(jnp.asarray(array))

@@ -13,17 +13,15 @@ import operator
 import re
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from training.digest import digests, has_digest, not_finite
+from training.digest import digests, not_finite
 from training.hosts import all_agree
 
 STATE, META = "state", "meta"
@@ -60,9 +58,8 @@ def make_meta(
     """Returns the `meta` of a state that is about to be saved.
 
     Raises:
-      NotFinite, ValueError: the state must not, or cannot be saved.
+      NotFinite: the state must not be saved.
     """
-    _check_arrays(state)
     briefly = briefs(leaves(state))
     found = digests(state)
     if what := not_finite(found):
@@ -74,25 +71,6 @@ def make_meta(
         LEAVES: {n: {"array": briefly[n], "digest": found[n].bits} for n in briefly},
     }
     return meta | {CHECKSUM: _checksum(meta)}
-
-
-def _check_arrays(state: Any) -> None:
-    """Refuses what would not come back as it is."""
-    counts = Counter(name for name, _ in named_leaves(state))
-    if not counts:
-        raise ValueError("the state holds no array: there is nothing to save")
-    for name, leaf in named_leaves(state):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-            fault = f"is {leaf!r}: give an array"
-        elif not has_digest(leaf.dtype):
-            fault = f"is of type {leaf.dtype}: give real numbers of 1 to 8 bytes"
-        elif not leaf.size:
-            fault = f"has shape {list(leaf.shape)}, without an element: leave it out"
-        elif counts[name] > 1:
-            fault = f"is the name of {counts[name]} arrays: dots join names"
-        else:
-            continue
-        raise ValueError(f"{name or 'the whole'} of the state {fault}")
 
 
 @dataclass(frozen=True)
@@ -280,15 +258,10 @@ def _root(error: BaseException) -> BaseException:
 
 def leaves(tree: Any) -> dict[str, Any]:
     """Leaves by dotted path; a NamedTuple has those of the dict it is saved as."""
-    return dict(named_leaves(tree))
-
-
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Lists the dotted path and the leaf of each."""
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    }
 
 
 def briefs(arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -207,8 +207,8 @@ def save_parameters(
     """Writes parameters alone, as step 0 of a new working directory.
 
     Raises:
-      ValueError: the directory has checkpoints, or a parameter is not finite or
-        nothing that can be saved; nothing is written then.
+      ValueError: the directory has checkpoints, or a parameter is not finite; nothing
+        is written then.
     """
     with Checkpoints(
         f"{workdir}/checkpoints", keep=1, fingerprint=fingerprint

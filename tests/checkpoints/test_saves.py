@@ -5,12 +5,10 @@ import time
 from typing import Any
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 from etils import epath
 
-from tests.cases import table
 from tests.small.runs import files
 from tests.small.states import (
     LEAVES_COROUTINES,
@@ -114,14 +112,3 @@ def test_a_state_that_is_not_finite_is_not_saved_and_nothing_goes(directory, log
         with pytest.raises(ValueError, match="optimizer_state.nu holds 1 nan$"):
             saved.save(40, state(40) | {"optimizer_state": {"nu": moments}})
     assert files(directory) == before and not logged
-
-
-@pytest.mark.parametrize(("state", "message"), table("runs.txt", "saved", jax=jax))
-def test_what_would_not_come_back_is_refused_and_not_written(tmp_path, state, message):
-    with checkpoints(tmp_path) as saved:
-        with pytest.raises(ValueError, match=message):
-            saved.save(1, state)
-        for step in 2.5, -1, True, "5", None:
-            with pytest.raises(ValueError, match=f"{step=} must be at least 0, and"):
-                saved.save(step, {"a": np.ones(3)})
-    assert not list(tmp_path.iterdir())
