@@ -50,7 +50,6 @@ from training.sinks import (
     FILE,
     JsonLines,
     Sink,
-    Sinks,
     TensorBoardWriter,
     WandbSink,
     check_wandb,
@@ -233,7 +232,7 @@ def _sinks(
         sinks.append(writer)
     if "wandb" in config.metrics:
         sinks.append(WandbSink(config.workdir, run, config.to_dict(), say))
-    return Sinks(sinks)
+    return Sink(*sinks)
 
 
 def _report(

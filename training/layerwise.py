@@ -18,12 +18,58 @@ import numpy as np
 import optax
 from jax import lax
 
-from training.moments import FLOAT8, decode, encode
+from training.moments import FLOAT8, MOMENTS, decode, encode
 from training.rounding import random_bits, stochastic_round
-from training.update import Axes, by_keys, chosen, find, global_norm
+from training.update import (
+    Axes,
+    by_keys,
+    chosen,
+    find,
+    global_norm,
+    standard_promotion,
+)
 
 STACKED = "layers"
 """Name of the parameters that are stacked."""
+
+PARAMETERS = "float32", "bfloat16"
+PLACEMENTS = "device", "host", "host_all"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters and the optimizer's state are stored.
+
+    Attributes:
+      moments: type of the moments of matrices; "float8" in blocks with a scale each.
+      parameters: type of the parameters that are matrices.
+      placement: where the state is: in the memory of the "device" or of the "host";
+        with "host_all" the layers' parameters and gradients are there too.
+      seed: of what is rounded at random: whatever is not float32.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+
+    moments: str = "float32"
+    parameters: str = "float32"
+    placement: str = "device"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        known = {"moments": MOMENTS, "parameters": PARAMETERS}
+        check_names(self, known | {"placement": PLACEMENTS})
+
+
+def check_names(settings: Any, known: dict[str, tuple[str, ...]]) -> None:
+    values = {name: getattr(settings, name) for name in known}
+    wrong = [
+        f"{name}={value!r} must be one of {', '.join(known[name])}"
+        for name, value in values.items()
+        if value not in known[name]
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -120,27 +166,29 @@ class Layerwise:
 
     of_layer, of_rest: transformations of one layer's parameters, and of all others'.
     weights: see `weights_of`.
-    moments: one of `MOMENTS`; only matrices have others than float32.
-    parameters: type of the matrices.
-    on_host: whether the state is in the memory of the host; what has one axis is not.
-    layers_on_host: whether stacked parameters are there, and their gradients.
+    storage: of state and parameters; what has one axis is on the device.
     clip_norm: largest norm of all gradients.
-    seed: of what is rounded at random.
     """
 
     of_layer: optax.GradientTransformation
     of_rest: optax.GradientTransformation
     weights: Any
-    moments: str
-    parameters: str
-    on_host: bool
-    layers_on_host: bool
+    storage: Storage
     clip_norm: float
-    seed: int
+
+    @property
+    def on_host(self) -> bool:
+        return self.storage.placement != "device"
+
+    @property
+    def layers_on_host(self) -> bool:
+        return self.storage.placement == "host_all"
 
     def cast(self, params: Any) -> Any:
         return jax.tree.map(
-            lambda x, weight: x.astype(self.parameters) if weight.is_matrix else x,
+            lambda x, weight: (
+                x.astype(self.storage.parameters) if weight.is_matrix else x
+            ),
             params,
             self.weights,
         )
@@ -165,7 +213,7 @@ class Layerwise:
     ) -> tuple[Any, LayerwiseState]:
         norm = global_norm(grads)
         factor = jnp.where(norm < self.clip_norm, 1, self.clip_norm / norm)
-        key = jax.random.fold_in(jax.random.key(self.seed), state.count)
+        key = jax.random.fold_in(jax.random.key(self.storage.seed), state.count)
 
         def make(
             transformation: optax.GradientTransformation,
@@ -178,7 +226,8 @@ class Layerwise:
             keys = jax.random.split(jax.random.fold_in(key, number))
             grads = jax.tree.map(lambda g: factor * g, self._matrices(grads))
             wide = self._matrices(params)
-            updates, new = transformation.update(grads, decode(state), wide)
+            update = standard_promotion(transformation.update)
+            updates, new = update(grads, decode(state), wide)
             wide = jax.tree.map(jnp.add, wide, updates)
             new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
             return chosen(is_good, new, (params, state))
@@ -237,9 +286,9 @@ class Layerwise:
             fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
             moment = next(iter(fields & set(FLOAT8)), None)
             is_stored = moment and weight and weight.is_matrix
-            if not is_stored or self.moments == "float32":
+            if not is_stored or self.storage.moments == "float32":
                 return x
-            if self.moments == "float8":
+            if self.storage.moments == "float8":
                 return encode(x, moment, weight.block_axis, word)
             return stochastic_round(x, random_bits(word, x.shape), jnp.bfloat16)
 

@@ -1,52 +1,23 @@
 """AdamW, Adafactor or Muon with clipping, decay of matrices, warm-up and a cosine."""
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import optax
 
-from training.layerwise import Layerwise, weights_of
-from training.moments import MOMENTS
-from training.update import AtOnce, Optimizer
+from training.layerwise import Layerwise, Storage, check_names, weights_of
+from training.update import AtOnce, Optimizer, standard_promotion
 
 OPTIMIZERS = "adamw", "adafactor", "muon"
-PARAMETERS = "float32", "bfloat16"
-PLACEMENTS = "device", "host", "host_all"
 SECOND_STACK = "delta_layers"
 """Layers of a hybrid that have Gated DeltaNet."""
 
 MUON_RMS = 0.2
 """Root mean square of Muon's update before the learning rate: about that of AdamW's, so
 that both take the same rates (2502.16982)."""
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How parameters and the optimizer's state are stored.
-
-    Attributes:
-      moments: type of the moments of matrices; "float8" in blocks with a scale each.
-      parameters: type of the parameters that are matrices.
-      placement: where the state is: in the memory of the "device" or of the "host";
-        with "host_all" the layers' parameters and gradients are there too.
-      seed: of what is rounded at random: whatever is not float32.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
-
-    moments: str = "float32"
-    parameters: str = "float32"
-    placement: str = "device"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        known = {"moments": MOMENTS, "parameters": PARAMETERS}
-        _check_names(self, known | {"placement": PLACEMENTS})
 
 
 @dataclass(frozen=True)
@@ -87,7 +58,7 @@ class OptimizerSettings:
     storage: Storage = field(default_factory=Storage)
 
     def __post_init__(self) -> None:
-        _check_names(self, {"name": OPTIMIZERS})
+        check_names(self, {"name": OPTIMIZERS})
         steps, warmup = self.total_steps, self.warmup_steps
         peak, end, clip = self.peak_lr, self.end_lr, self.clip_norm
         decay, epsilon, share = self.weight_decay, self.epsilon, "from 0 to below 1"
@@ -119,17 +90,6 @@ class OptimizerSettings:
             raise ValueError("; ".join(wrong))
 
 
-def _check_names(settings: Any, known: dict[str, tuple[str, ...]]) -> None:
-    values = {name: getattr(settings, name) for name in known}
-    wrong = [
-        f"{name}={value!r} must be one of {', '.join(known[name])}"
-        for name, value in values.items()
-        if value not in known[name]
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-
-
 def make_optimizer(
     settings: OptimizerSettings, shapes: Any = None, axes: Any = None
 ) -> tuple[Optimizer, optax.Schedule]:
@@ -150,7 +110,7 @@ def make_optimizer(
     Raises:
       ValueError: what is not AdamW in float32, for a model with two stacks of layers.
     """
-    schedule = _in_standard_promotion(
+    schedule = standard_promotion(
         optax.warmup_cosine_decay_schedule(
             init_value=0.0,
             peak_value=settings.peak_lr,
@@ -170,7 +130,7 @@ def make_optimizer(
     storage = settings.storage
     if settings.name == "adamw" and storage == Storage(seed=storage.seed):
         clip = optax.clip_by_global_norm(settings.clip_norm)
-        return AtOnce(_promoted(optax.chain(clip, adamw))), schedule
+        return AtOnce(optax.chain(clip, adamw)), schedule
     _check_stacks(settings, shapes)
     of_layer = {
         "adamw": adamw,
@@ -178,18 +138,9 @@ def make_optimizer(
         "muon": _muon(settings, schedule),
     }[settings.name]
     of_rest = adamw if settings.name == "muon" else of_layer
-    optimizer = Layerwise(
-        _promoted(of_layer),
-        _promoted(of_rest),
-        weights_of(shapes, axes, _is_decayed),
-        storage.moments,
-        storage.parameters,
-        storage.placement != "device",
-        storage.placement == "host_all",
-        settings.clip_norm,
-        storage.seed,
-    )
-    return optimizer, schedule
+    weights = weights_of(shapes, axes, _is_decayed)
+    clip_norm = settings.clip_norm
+    return Layerwise(of_layer, of_rest, weights, storage, clip_norm), schedule
 
 
 def _check_stacks(settings: OptimizerSettings, shapes: Mapping[str, Any]) -> None:
@@ -255,21 +206,3 @@ def decayed(params: Any) -> Any:
 
 def _is_decayed(name: str) -> bool:
     return not name.endswith(("scale", "bias", "sinks", "rate"))
-
-
-def _promoted(
-    transformation: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    update = _in_standard_promotion(transformation.update)
-    return optax.GradientTransformation(transformation.init, update)
-
-
-def _in_standard_promotion[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Lets optax mix its int32 step count with floats under strict promotion."""
-
-    @functools.wraps(function)
-    def promoted(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.numpy_dtype_promotion("standard"):
-            return function(*args, **kwargs)
-
-    return promoted

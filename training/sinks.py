@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ NAMES = "tensorboard", "wandb"
 
 
 class Sink:
-    """Takes the points of a run; this one drops them, on processes but the first.
+    """Takes the points of a run; this one gives them to others, or drops them.
 
     No run ends because points cannot be written, as on a full disk.
     """
@@ -34,6 +34,30 @@ class Sink:
     _say: Callable[[str], None] = print
     _fails = False
     _errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(self, *sinks: "Sink"):
+        self._sinks = sinks
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes one point of every tag."""
+        for sink in self._sinks:
+            sink.scalars(step, values)
+
+    def flush(self) -> None:
+        """Returns when every point so far is written."""
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Flushes, and closes what is open."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _try(self, write: Callable[[], None], what: str) -> bool:
         """Writes; logs the first failure in a row. Returns whether it succeeded."""
@@ -45,40 +69,6 @@ class Sink:
                 self._say(f"WARNING: {what}: {error}")
             self._fails = True
         return not self._fails
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes one point of every tag."""
-
-    def flush(self) -> None:
-        """Returns when every point so far is written."""
-
-    def close(self) -> None:
-        """Flushes, and closes what is open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Sinks(Sink):
-    """Gives every point to several sinks."""
-
-    def __init__(self, sinks: Sequence[Sink]):
-        self._sinks = sinks
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for sink in self._sinks:
-            sink.scalars(step, values)
-
-    def flush(self) -> None:
-        for sink in self._sinks:
-            sink.flush()
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
 
 
 class TensorBoardWriter(Sink):
@@ -117,7 +107,6 @@ class TensorBoardWriter(Sink):
         self._call("flush")
 
     def close(self) -> None:
-        """Flushes, and closes the file."""
         self._call("close")
 
     def _add(self, step: int, **what: Any) -> None:
@@ -262,6 +251,9 @@ class WandbSink(Sink):
             return
         points = {tag: float(value) for tag, value in values.items()}
         self._try(lambda: self._run.log(points, step=step), "points of W&B are lost")
+
+    def flush(self) -> None:
+        """Returns at once: W&B writes in a process of its own."""
 
     def close(self) -> None:
         self._run.finish()

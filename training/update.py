@@ -11,6 +11,9 @@ from jax import lax
 
 Axes = tuple[str | None, ...]
 
+standard_promotion = jax.numpy_dtype_promotion("standard")
+"""Lets optax mix its int32 step count with floats, also under strict promotion."""
+
 
 class Optimizer(Protocol):
     """Makes updates; its state is a tree of arrays.
@@ -60,7 +63,8 @@ class AtOnce:
     def update(
         self, grads: Any, state: Any, params: Any, is_good: jax.Array | bool = True
     ) -> tuple[Any, Any]:
-        updates, new_state = self.transformation.update(grads, state, params)
+        update = standard_promotion(self.transformation.update)
+        updates, new_state = update(grads, state, params)
         new_params = optax.apply_updates(params, updates)
         # Chosen where it is written: with the old state donated, no copy is made.
         return chosen(is_good, (new_params, new_state), (params, state))
