@@ -23,7 +23,7 @@ from tests.small.agents import (
     config_of,
     make_trajectories,
 )
-from training.sinks import read_scalars
+from tests.small.runs import read_scalars
 from training.weights import SavedParameters
 
 pytestmark = pytest.mark.usefixtures("programs")

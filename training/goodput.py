@@ -6,18 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from training.workdir import replace_text
 
 KINDS = "setup", "restore", "compile", "data", "step", "save", "evaluation", "lost"
 """`lost` are steps that a later start had to make again; only `step` is progress."""
-
-TAGS = (*(f"goodput/{kind}_seconds" for kind in KINDS), "goodput/fraction")
-"""TensorBoard tags: seconds of each kind, and the fraction that was progress."""
-
-MOST_SECONDS = 1e12
-"""Largest seconds and steps of a record; larger ones are not of a run."""
 
 
 @dataclass
@@ -74,16 +67,17 @@ class Goodput:
         if first_step == 0:
             return
         try:
-            earlier = _read(record)
+            earlier = json.loads(record.read_bytes())
+            lost = max(0, earlier["step"] - first_step) * earlier["seconds_per_step"]
+            seconds = {kind: float(earlier["seconds"][kind]) for kind in KINDS}
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
-            say(f"{record} is left out of the goodput: {error}")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            say(f"{record} is left out of the goodput, as no record: {error!r}")
             return
-        lost = max(0, earlier["step"] - first_step) * earlier["seconds_per_step"]
-        lost = min(lost, earlier["seconds"]["step"])
+        lost = min(lost, seconds["step"])
         for kind in KINDS:
-            self.seconds[kind] += earlier["seconds"][kind]
+            self.seconds[kind] += seconds[kind]
         self.seconds["step"] -= lost
         self.seconds["lost"] += lost
         self._earlier = self.seconds["step"]
@@ -106,10 +100,10 @@ class Goodput:
             replace_text(self._record, json.dumps(values))
 
     def points(self) -> dict[str, float]:
-        """Returns the values of the curves of TAGS."""
+        """Returns the seconds of each kind, and the fraction that was progress."""
         self.switch(self._kind)
-        values = *self.seconds.values(), self._fraction
-        return dict(zip(TAGS, values, strict=True))
+        seconds = {f"goodput/{kind}_seconds": x for kind, x in self.seconds.items()}
+        return seconds | {"goodput/fraction": self._fraction}
 
     def __str__(self) -> str:
         self.switch(self._kind)
@@ -120,21 +114,3 @@ class Goodput:
     @property
     def _fraction(self) -> float:
         return self.seconds["step"] / max(sum(self.seconds.values()), 1e-9)
-
-
-def _read(record: Path) -> dict[str, Any]:
-    """Reads what `Goodput.record` wrote.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: it is something else, or a number is out of range.
-    """
-    try:
-        values = json.loads(record.read_bytes())
-        seconds = {kind: values["seconds"][kind] for kind in KINDS}
-        numbers = [*seconds.values(), values["step"], values["seconds_per_step"]]
-        if not all(0 <= x < MOST_SECONDS for x in numbers):
-            raise ValueError("a time out of range")
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"it is not a record ({error!r})") from error
-    return values | {"seconds": seconds}

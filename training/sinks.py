@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from tensorboard.backend.event_processing import event_accumulator, io_wrapper
+from tensorboard.backend.event_processing import io_wrapper
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
@@ -291,29 +291,3 @@ def run_directory(directory: str, workdir: str) -> str:
     there = list(io_wrapper.GetLogdirSubdirectories(directory))
     name = Path(workdir).absolute().name or "run"
     return there[0] if len(there) == 1 else f"{directory}/{name}"
-
-
-def read_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads the curves of a run as TensorBoard shows them, every point of them.
-
-    directory: that TensorBoard is given: it, or one folder below, holds the run.
-
-    Returns:
-      For each tag its (step, value) pairs in the order written.
-
-    Raises:
-      FileNotFoundError: if a local `directory` does not exist.
-      ValueError: there are several runs below it.
-    """
-    if "://" not in str(directory) and not Path(directory).is_dir():
-        raise FileNotFoundError(f"no directory {directory} to read event files from")
-    runs = sorted(io_wrapper.GetLogdirSubdirectories(str(directory)))
-    if len(runs) > 1:
-        raise ValueError(f"{directory} holds several runs: give one of {runs}")
-    accumulator = event_accumulator.EventAccumulator(
-        *runs or [str(directory)], size_guidance={event_accumulator.SCALARS: 0}
-    ).Reload()
-    return {
-        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)]
-        for tag in accumulator.Tags()["scalars"]
-    }

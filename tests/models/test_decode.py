@@ -1,20 +1,17 @@
 """Cached, sharded generation against the whole forward, and which tokens are drawn."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from data.document_mask import DocumentMask
-from models import cache as caches
-from models.cache import EMPTY, empty_cache
+from models.cache import EMPTY
 from models.decode import NOTHING, Generator, Held
 from models.sampling import Sampling, row_keys, sample
 from tasks.generation import generator
@@ -287,21 +284,6 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_refused():
         sizes = {"rows": 2, "cache_tokens": tokens, "samples": samples}
         with pytest.raises(ValueError, match=f"={tokens} and samples={samples} must"):
             generator(TextRun(config, partition), GREEDY, **sizes)
-
-
-@pytest.mark.parametrize("shape, ring", table("models.txt", "cache"))
-def test_a_cache_of_nothing_or_of_uneven_shares_is_refused(shape, ring):
-    with pytest.raises(ValueError, match=f"over the ring of {ring}, got .{shape[0]}, "):
-        empty_cache(shape, jnp.float32, ring)
-
-
-@pytest.mark.parametrize("run", [caches.fill, caches.append])
-@pytest.mark.parametrize("index", [np.zeros((2, 3), np.int32), np.zeros((2, 4))])
-def test_an_index_that_is_not_one_of_each_token_is_refused(run, index):
-    x = jnp.ones((2, 4, 8))
-    rest = [None] * (len(inspect.signature(run).parameters) - 3)
-    with pytest.raises(ValueError, match=r"index must be int32 \(2, 4\).*got"):
-        run(None, x, index, *rest)
 
 
 DRAWS = 4000

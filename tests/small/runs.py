@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
+from tensorboard.backend.event_processing import event_accumulator, io_wrapper
 
 import train
 from configs import tiny
@@ -19,7 +20,6 @@ from tasks.text import TextRun
 from tests.cases import table
 from tests.processes import run_program
 from training.checkpoint import Checkpoints
-from training.sinks import read_scalars
 from training.step import TrainState
 
 
@@ -89,6 +89,15 @@ def files(directory: Path) -> dict[str, bytes]:
     """The content of every file in a directory, to see that nothing changes."""
     found = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every point of the curves below a directory, (step, value), in their order."""
+    (run,) = io_wrapper.GetLogdirSubdirectories(str(directory))
+    every = {event_accumulator.SCALARS: 0}
+    found = event_accumulator.EventAccumulator(run, size_guidance=every).Reload()
+    tags = found.Tags()["scalars"]
+    return {tag: [(x.step, x.value) for x in found.Scalars(tag)] for tag in tags}
 
 
 def checkpoints_of(config: ConfigDict) -> Checkpoints:
