@@ -121,21 +121,17 @@ def test_the_mean_over_many_words_is_the_number_itself(dtype, rng):
     error = (found.mean(0) - x) / (unit / 2 / np.sqrt(TIMES))
     assert np.abs(error).max() < 5  # standard deviations, at most
     assert 0.5 < error.std() < 1.1
-    exact = (x.astype(dtype).astype(np.float32) == x).nonzero()
+    narrow, info = x.astype(dtype), jnp.finfo(dtype)
+    exact = (narrow.astype(np.float32) == x).nonzero()
     assert (found[:, *exact] == x[exact]).all()
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: dtype.__name__)
-def test_numbers_of_a_type_stay_whatever_the_bits(dtype, rng):
-    x = (rng.normal(size=2000) * 10.0 ** rng.integers(-5, 2, 2000)).astype(dtype)
-    most = float(jnp.finfo(dtype).max)
-    for bits in 0, 2**31, 2**32 - 1:
-        words = jnp.full(x.shape, bits, jnp.uint32)
-        found = stochastic_round(jnp.float32(x), words, dtype)
-        np.testing.assert_array_equal(found, x)
-    if dtype == jnp.float8_e4m3fn:  # what exceeds it becomes its largest number
-        found = stochastic_round(jnp.float32([449, -1e9, 448]), words[:3], dtype)
-        assert found.astype(jnp.float32).tolist() == [most, -most, most]
+    # Whatever the bits; and what exceeds the largest number becomes that.
+    most = np.float32([1.001, -1.001]) * np.float32(info.max)
+    for bits in 0, 2**32 - 1:
+        bits = jnp.full(x.shape, bits, jnp.uint32)
+        same = stochastic_round(jnp.float32(narrow), bits, dtype)
+        np.testing.assert_array_equal(same, narrow)
+        largest = stochastic_round(jnp.asarray(most), bits[:2], dtype)
+        assert largest.tolist() == [float(info.max), float(info.min)]
 
 
 def test_bits_are_of_the_place_in_the_whole_array(rng):
@@ -146,16 +142,10 @@ def test_bits_are_of_the_place_in_the_whole_array(rng):
     def rounded(x):
         return stochastic_round(x, random_bits(jnp.uint32(7), x.shape), jnp.bfloat16)
 
+    assert len(np.unique(random_bits(jnp.uint32(7), x.shape))) == x.size
     for spec in (PartitionSpec("x", "y"), PartitionSpec(None, ("y", "x"))):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
         np.testing.assert_array_equal(rounded(placed), rounded(x))
-
-
-def test_bits_differ_between_places_and_words():
-    first, second = (np.asarray(random_bits(jnp.uint32(w), (64, 64))) for w in (1, 2))
-    assert len(np.unique(first)) > 4090 and len(np.unique(second)) > 4090
-    ones = np.unpackbits((first ^ second).view(np.uint8)).mean()
-    assert abs(ones - 0.5) < 0.01  # of 131072 bits: 7 standard deviations
 
 
 MOMENTS = {(3, 512): 1, (768, 5): 0, (4, 40): 1, (7, 3): 0}

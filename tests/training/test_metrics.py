@@ -133,32 +133,22 @@ def test_pauses_are_left_out_of_the_rates(monkeypatch):
     assert throughput.rates()["perf/step_time"] == 3.0
 
 
-def test_console_line_shows_everything_known():
-    rates = {
-        "perf/step_time": 0.8648,
-        "perf/tokens_per_second": 41_234.0,
-        "perf/mfu": 0.3812,
-    }
+RATES = {"step_time": 0.8648, "tokens_per_second": 41_234.0, "mfu": 0.3812}
+SHOWN = [
+    (RATES, "41.2k tok/s  MFU 38.1 %  ETA 0:12:41"),
+    ({"tokens_per_second": 999_940.0}, "999.9k tok/s"),
+    ({"tokens_per_second": 999_960.0}, "1.0M tok/s"),
+    ({"tokens_per_second": 2.0e9}, "2.0G tok/s"),
+    ({"step_time": 106.4}, "ETA 26:00:32"),  # of the 880 steps that remain
+]
+
+
+@pytest.mark.parametrize("rates, shown", SHOWN)
+def test_console_line_shows_what_is_known(rates, shown):
     values = {"loss": 2.34121, "grad_norm": 0.8123, "learning_rate": 3e-4}
-    assert console_line(120, 1000, values | rates) == (
-        "step  120/1000  loss 2.3412  grad 0.812  lr 3.0e-04  41.2k tok/s"
-        "  MFU 38.1 %  ETA 0:12:41"
-    )
-
-
-SHOWN = {
-    ("tokens_per_second", 999_940.0): "999.9k tok/s",
-    ("tokens_per_second", 999_960.0): "1.0M tok/s",
-    ("tokens_per_second", 2.0e9): "2.0G tok/s",
-    ("step_time", 936.1): "ETA 26:00:10",  # of the steps that remain
-}
-
-
-def test_token_rates_are_short_and_eta_is_that_of_the_steps_left():
-    values = dict.fromkeys(("loss", "grad_norm", "learning_rate"), 1.0)
-    for (rate, value), shown in SHOWN.items():
-        line = console_line(900, 1000, values | {f"perf/{rate}": value})
-        assert line.endswith("  " + shown)
+    values |= {f"perf/{name}": rate for name, rate in rates.items()}
+    begin = "step  120/1000  loss 2.3412  grad 0.812  lr 3.0e-04  "
+    assert console_line(120, 1000, values) == begin + shown
 
 
 def test_a_full_disk_costs_points_and_no_run(tmp_path, monkeypatch):
