@@ -46,10 +46,10 @@ OPERATORS = {
 }  # fmt: skip
 CALLS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum",
          "any": "all", "all": "any"}  # fmt: skip
-BUDGETS = 20, 120
-"""CPU seconds of the tests that are tried first, and of all that are tried."""
-LIMIT = 240
-"""Seconds of each of the two lots of tests; nothing that comes later is tried."""
+BUDGET = 120
+"""CPU seconds of the tests that are tried, the cheapest first."""
+LIMIT = 480
+"""Seconds that they may take."""
 
 
 class Mutant(NamedTuple):
@@ -151,21 +151,18 @@ def draw(seed: int, number: int) -> list[Mutant]:
     return rounds[:number]
 
 
-def chosen(mutant: Mutant, tests: dict[str, Any], tier: str) -> list[list[str]]:
-    """Returns the tests to try, in two lots: first some that are cheap."""
+def chosen(mutant: Mutant, tests: dict[str, Any], tier: str) -> list[str]:
+    """Returns the tests to try, the cheapest first."""
     able = [
         (test["cpu"], name, test["lines"][mutant.path])
         for name, test in tests.items()
         if tier in ("thorough", test["tier"]) and test["lines"].get(mutant.path)
     ]
-    runs = [test for test in able if mutant.line in test[2]]
-    lots, spent = [[], []], 0.0
     # A line at the top of its module runs in no test.
-    for seconds, name, _ in sorted(runs or able):
-        spent += seconds
-        if spent < BUDGETS[1] or not lots[0]:
-            lots[spent > BUDGETS[0] or len(lots[0]) >= 300].append(name)
-    return [lot for lot in lots if lot]
+    runs = sorted([test for test in able if mutant.line in test[2]] or able)
+    before = accumulate((seconds for seconds, *_ in runs), initial=0.0)
+    pairs = zip(runs, before, strict=False)
+    return [name for (_, name, _), spent in pairs if spent < BUDGET]
 
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
@@ -183,30 +180,24 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     return done.returncode, next((x for x in lines if x.startswith(marks)), lines[-1])
 
 
-def try_out(mutant: Mutant, lots: Sequence[Sequence[str]], tree: Path) -> str:
+def try_out(mutant: Mutant, tests: Sequence[str], tree: Path) -> str:
     """Returns the test that fails in a tree with this mutant, "" if all pass."""
     file = tree / mutant.path
     original = file.read_bytes()
     file.write_bytes(mutant.apply(original))
     try:
-        for lot in lots:
-            code, said = run_tests(tree, lot)
-            if code == pytest.ExitCode.USAGE_ERROR:  # it changes names of cases
-                files = sorted({name.partition("::")[0] for name in lot})
-                code, said = run_tests(tree, files)
-            if code:
-                return said[:300]
+        code, said = run_tests(tree, tests) if tests else (0, "")
+        if code == pytest.ExitCode.USAGE_ERROR:  # it changes names of cases
+            files = sorted({name.partition("::")[0] for name in tests})
+            code, said = run_tests(tree, files)
     finally:
         file.write_bytes(original)
-    return ""
+    return said[:300] if code else ""
 
 
 def run(options: argparse.Namespace) -> None:
     tests = pickle.loads(options.map.read_bytes())
     mutants = draw(options.seed, options.number)
-    if options.only:
-        wanted = set(options.only.read_text().splitlines())
-        mutants = [mutant for mutant in mutants if str(mutant) in wanted]
     print(f"{len(mutants)} mutants, --seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         trees: Queue[Path] = Queue()
@@ -215,12 +206,12 @@ def run(options: argparse.Namespace) -> None:
             trees.put(shutil.copytree(ROOT, Path(folder, str(number)), ignore=ignored))
 
         def judge(mutant: Mutant) -> dict[str, Any]:
-            lots, tree = chosen(mutant, tests, options.tier), trees.get()
+            tried, tree = chosen(mutant, tests, options.tier), trees.get()
             try:
-                killer = try_out(mutant, lots, tree)
+                killer = try_out(mutant, tried, tree)
             finally:
                 trees.put(tree)
-            row = {"mutant": str(mutant), "tests": sum(map(len, lots)), "by": killer}
+            row = {"mutant": str(mutant), "tests": len(tried), "by": killer}
             print(json.dumps(row), flush=True)
             return row
 
@@ -308,7 +299,6 @@ def main() -> int | None:
     running.add_argument("--seed", type=int, default=7)
     running.add_argument("--number", type=int, default=150)
     running.add_argument("--tier", choices=("quick", "thorough"), default="thorough")
-    running.add_argument("--only", type=Path, help="file of mutants, one a line")
     running.add_argument("--workers", type=int, default=os.cpu_count())
     running.set_defaults(run=run)
     options = parser.parse_args()

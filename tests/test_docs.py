@@ -214,18 +214,6 @@ def test_claims_of_the_pages_are_held_by_tests(claim, held_by):
     assert f"def {test}(" in (ROOT / "tests" / file).read_text()
 
 
-def test_selected_tests_are_there():
-    chosen = [c.words for c in INLINE if c.words[0] == "pytest"]
-    assert chosen
-    for words in chosen:
-        file = next(word for word in words if word.startswith("tests/"))
-        text = (ROOT / file).read_text()
-        if "-k" in words:
-            assert re.search(rf"def test_\w*{words[words.index('-k') + 1]}", text), (
-                words
-            )
-
-
 @pytest.fixture
 def installed(monkeypatch):
     """Installed, the folder kernels/ is the package annulus."""

@@ -57,30 +57,31 @@ class Setup:
 
     def write(self, name: str, text: str) -> Path:
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
         return path
 
-    def start(self, *command: str | Path, **options: Any) -> Any:
-        """Runs a command here, in this environment; by default nothing can be read."""
-        options = {"cwd": self.root, "env": self.environment, "input": ""} | options
+    def start(self, *command: str | Path) -> Any:
+        """Runs a command here, in this environment; nothing can be read."""
+        options = {"cwd": self.root, "env": self.environment, "input": ""}
         piped = {"capture_output": True, "text": True, "timeout": 60}
         return subprocess.run(command, **options, **piped)
 
-    def run(self, *files: str, **environment: str) -> Any:
-        command = ROOT / "tools/make_venv.sh", ".venv", *(files or ["base.txt"])
-        return self.start(*command, env=self.environment | environment)
+    def run(self, *files: str) -> Any:
+        return self.start(
+            ROOT / "tools/make_venv.sh", ".venv", *(files or ["base.txt"])
+        )
 
-    def calls(self, *files: str, **environment: str) -> list[str]:
+    def calls(self, *files: str) -> list[str]:
         """The calls of venv and pip in a run, which succeeds without complaint."""
         self.log.unlink(missing_ok=True)
-        result = self.run(*files, **environment)
+        result = self.run(*files)
         assert (result.returncode, result.stderr) == (0, "")
         return self.log.read_text().splitlines() if self.log.exists() else []
 
-    def refuses(self, said: str, *files: str, **environment: str) -> None:
-        result = self.run(*files, **environment)
+    def refuses(self, said: str, *files: str) -> None:
+        result = self.run(*files)
         assert result.returncode and len(result.stderr.splitlines()) == 1, result.stderr
         assert said in result.stderr
 
@@ -98,10 +99,8 @@ def setup(empty):
 
 def test_what_is_missing_is_said_in_one_line(empty):
     empty.refuses("Python 3.12 is missing")
-    # Of another version under the right name.
-    code = "import sys; sys.version_info = 3, 13, 0; exec(sys.argv[1])"
-    python = f'exec {PYTHON} -I -c {shlex.quote(code)} "$3"'
-    empty.write("bin/python3.12", f"#!/bin/sh\n{python}\n")
+    # A shim that fails, and a Python that lacks what makes environments.
+    empty.write("bin/python3.12", "#!/bin/sh\nexit 127\n")
     empty.refuses("Python 3.12 is missing")
     refuse = 'case "$*" in *ensurepip*) exit 1;; esac'
     empty.write("bin/python3.12", f'#!/bin/sh\n{refuse}\nexec {PYTHON} "$@"\n')
@@ -115,15 +114,6 @@ def test_what_cannot_be_installed_and_what_is_no_environment_is_left_alone(setup
     thesis = setup.write(".venv/thesis.txt", "years of work")
     setup.refuses(".venv is no virtual environment")
     assert thesis.read_text() == "years of work"
-
-
-@pytest.mark.parametrize(
-    "python", ["later/python3", ".pyenv/versions/3.12.9/bin/python"]
-)
-def test_a_failing_shim_gives_way_to_the_next_python(empty, python):
-    empty.write("bin/python3.12", "#!/bin/sh\nexit 127\n")
-    empty.write(python, RECORDER)
-    assert empty.calls(PATH=f"{empty.root}/bin:{empty.root}/later")[0] == "venv"
 
 
 def test_only_what_changed_is_installed(setup):
@@ -159,19 +149,12 @@ def test_a_broken_environment_is_remade_by_another_python(setup):
     for _ in range(2):
         assert [call.split()[0] for call in setup.calls()] == ["venv", "pip"]
         setup.write(".venv/bin/python", "#!/bin/sh\nexit 1\n")
-    # Not by itself, where it is active.
-    (setup.venv / "bin/python3.12").symlink_to("python")
-    setup.write(".venv/unfinished", "")
-    (setup.root / "bin/python3.12").unlink()
-    path = f"{setup.venv}/bin:{setup.environment['PATH']}"
-    setup.refuses("Python 3.12 is missing", PATH=path)
-    assert (setup.venv / "bin/python").exists()
 
 
 @pytest.mark.parametrize("arguments, runs", pairs("runs.txt", "make"))
 def test_make_runs_in_this_order(empty, arguments, runs):
     command = "make", "--dry-run", "-C", ROOT, *arguments.split()
-    printed = empty.start(*command, check=True).stdout
+    printed = empty.start(*command).stdout
     parts = map(re.escape, runs.split("*"))
     assert re.search(".*".join(parts), printed, re.DOTALL), printed
     for part in ("make_venv.sh", "-m pytest", "-m slow"):
