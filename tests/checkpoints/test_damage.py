@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +84,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no meta": (lambda step: shutil.rmtree(step / "meta"), "meta is missing"),
     "a directory for the data": (lambda step: make_a_directory(largest(step)), "state"),
     "cut meta": (lambda step: change_meta(step, ".$", ""), "meta: JSONDecodeError"),
+    "meta of others": (
+        lambda s: (s / "meta" / "metadata").write_text('{"step": 30}'),
+        "not saved by this trainer",
+    ),
     "another step's state": (
         lambda s: take_from_another_step(s, "state"),
         "other bits",
@@ -251,19 +254,3 @@ def test_a_list_that_could_not_be_read_is_read_again(directory, monkeypatch):
     with checkpoints(directory, sleep=waits.append) as saved:
         assert_restores(saved, 30)
     assert not errors and waits == [1, 4]
-
-
-def test_too_many_open_files_are_waited_out(directory):
-    limits, waits = resource.getrlimit(resource.RLIMIT_NOFILE), []
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-    with checkpoints(directory, pytest.fail, sleep=wait) as saved:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        try:
-            assert_restores(saved, 30)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert waits == [1]

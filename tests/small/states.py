@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from tests.small.runs import assert_equal_bits
 from training.checkpoint import Checkpoints
 
-FINGERPRINT = {"layers": 2}
+FINGERPRINT = {"model": {"layers": 2, "rope_theta": 1e4, "scaling": {"factor": 2.0}}}
 STEPS = 10, 20, 30
 # Orbax leaves coroutines behind where a read or a write fails.
 LEAVES_COROUTINES = [
