@@ -139,11 +139,9 @@ class Decoder(nnx.Module):
         positions: int32 (B, T), in the order of x, any. mix: of Gated DeltaNet.
         """
         runs = self.execution.runs(self.config.num_layers)
-        kinds, more = (
-            self.kinds(positions, attend, mix),
-            (self.delta_layers, self.turns),
-        )
-        return self.norm(through_stack(self.layers, runs, kinds, x, *more))
+        kinds, others = self.kinds(positions, attend, mix), self.delta_layers
+        x = through_stack(self.layers, runs, kinds, x, others, self.turns)
+        return self.norm(x)
 
     @property
     def turns(self) -> tuple[int, ...]:

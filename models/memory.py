@@ -120,11 +120,6 @@ class Execution:
             raise ValueError(
                 f"remat={self.remat!r} must be one of {', '.join(REMAT_POLICIES)}"
             )
-        if self.feed_forward_chunk < 0:
-            raise ValueError(
-                f"feed_forward_chunk={self.feed_forward_chunk} must be a number of "
-                "tokens, or 0 for all of them"
-            )
 
     def __str__(self) -> str:
         text = f"remat {self.remat}, feed-forward {_tokens(self.feed_forward_chunk)}"

@@ -22,37 +22,27 @@ LOSS = re.compile("Gloo|NCCL|UNAVAILABLE|heartbeat|coordination service")
 """Pattern of errors that come of the loss of another process."""
 
 
-class LastWords:
-    """Prints a line and sets the exit code when JAX aborts the process.
+_HANDLERS: list[Any] = []
+"""Functions that C has been given, which must live as long as the process."""
+
+
+def _end(say: Callable[[], str], code: int, stderr: int = 2) -> None:
+    """Ends the process with a line and an exit code, without waiting for anything."""
+    line = " ".join(say().split())
+    os.write(stderr, f"error: {line}\n".encode())
+    os._exit(code)
+
+
+def _end_at_abort(say: Callable[[], str], code: int, stderr: int = 2) -> None:
+    """Lets abort() end the process as `_end` does.
 
     JAX calls abort() in a thread of its own where it cannot find the other processes,
     or one of them is silent: nothing is raised, and the callback that it has for that
     cannot be Python's (std::bad_cast).
     """
-
-    def __init__(self) -> None:
-        self._say: Callable[[], str] = str
-        self._code = HUNG
-        self._stderr = 2
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self.end())
-
-    def take(self, say: Callable[[], str], code: int, stderr: int = 2) -> None:
-        """Sets what `end` says, its exit code, and the file that is stderr then."""
-        self._say, self._code, self._stderr = say, code, stderr
-        ctypes.CDLL(None).signal(int(signal.SIGABRT), self._handler)
-
-    def drop(self) -> None:
-        """Leaves abort() as it was."""
-        ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
-
-    def end(self) -> None:
-        """Ends the process, without waiting for anything."""
-        line = " ".join(self._say().split())
-        os.write(self._stderr, f"error: {line}\n".encode())
-        os._exit(self._code)
-
-
-_LAST_WORDS = LastWords()  # one, as JAX's connection of a process is
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _end(say, code, stderr))
+    _HANDLERS.append(handler)
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
 
 
 def join(process: str, **options: Any) -> None:
@@ -68,12 +58,12 @@ def join(process: str, **options: Any) -> None:
     # Ctrl-C ends it at once: JAX waits where no handler of Python's runs.
     interrupted = signal.signal(signal.SIGINT, signal.SIG_DFL)
     with tempfile.TemporaryFile() as log:
-        _LAST_WORDS.take(lambda: _cause(process, log), 1, stderr)
+        _end_at_abort(lambda: _cause(process, log), 1, stderr)
         os.dup2(log.fileno(), 2)  # JAX says why it aborts in 20 lines
         try:
             jax.distributed.initialize(**options)
         except BaseException:
-            _LAST_WORDS.drop()
+            ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
             raise
         finally:
             signal.signal(signal.SIGINT, interrupted)
@@ -82,7 +72,7 @@ def join(process: str, **options: Any) -> None:
             log.seek(0)
             os.write(2, log.read())
     lost = "another process of the run was lost (see the lines above, and what it said"
-    _LAST_WORDS.take(lambda: f"{lost} last): start all of them again", HUNG)
+    _end_at_abort(lambda: f"{lost} last): start all of them again", HUNG)
 
 
 def _cause(process: str, log: BinaryIO) -> str:
@@ -105,16 +95,15 @@ def leave(error: Exception) -> None:
     if not jax.distributed.is_initialized():
         return
     if LOSS.search(str(error)):
-        _LAST_WORDS.take(lambda: f"another process of the run was lost: {error}", HUNG)
-        _LAST_WORDS.end()
+        _end(lambda: f"another process of the run was lost: {error}", HUNG)
 
     def say() -> str:
         if not isinstance(error, (ArithmeticError, OSError, ValueError)):
             traceback.print_exception(error)
         return str(error)
 
-    _LAST_WORDS.take(say, 1)
-    alone = threading.Timer(LEAVE_SECONDS, _LAST_WORDS.end)
+    _end_at_abort(say, 1)
+    alone = threading.Timer(LEAVE_SECONDS, _end, (say, 1))
     alone.start()
     with contextlib.suppress(RuntimeError):
         jax.distributed.shutdown()

@@ -128,7 +128,7 @@ def _optimizer(settings: Mapping[str, Any]) -> str:
 
 
 def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the settings that every process of the run has.
+    """Returns the settings, or other facts, that every process of the run has.
 
     make: gives those of this process; every process has to call this.
 
@@ -153,16 +153,6 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"process {index}: {process['error']}")
     _check_alike([process[SETTINGS] for process in replies])
     return settings
-
-
-def check_alike(facts: Mapping[str, str]) -> None:
-    """Refuses processes of a run that differ in a fact; all of them must call this.
-
-    Raises:
-      ValueError: names the facts, and which process has which; on all processes alike.
-    """
-    if jax.process_count() > 1:
-        _check_alike([json.loads(text) for text in tell_all(json.dumps(dict(facts)))])
 
 
 def _program() -> str:

@@ -16,9 +16,6 @@ _TICK = 1.0
 """Seconds between two looks at the clock. A look that comes late counts as two ticks: a
 suspended process (SIGSTOP, a scheduler) hangs no longer than it runs."""
 
-_FOR_EVER = 1e9
-"""Seconds; no timer takes many more."""
-
 
 @dataclass
 class Watchdog:
@@ -60,7 +57,7 @@ class Watchdog:
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
-        if 0 < seconds < _FOR_EVER:
+        if seconds > 0:
             watched = seconds, self._cancelled
             threading.Thread(target=self._watch, args=watched, daemon=True).start()
 

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from training.checkpoint import Checkpoints
 from training.hosts import all_agree
-from training.record import SETTINGS, check_alike
+from training.record import SETTINGS, agreed
 from training.stored_step import (
     FINGERPRINT,
     LEAVES,
@@ -67,7 +67,7 @@ class SavedParameters:
         """
         self._workdir = workdir
         self._open()
-        check_alike({f"the parameters of {workdir}": str(self)})
+        agreed(lambda: {f"the parameters of {workdir}": str(self)})
 
     def _open(self) -> None:
         """Finds the newest step, and reads its meta data."""

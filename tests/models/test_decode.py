@@ -220,7 +220,7 @@ BRANCH = 9
 """Tokens of each sample, of which the last is not put into the cache."""
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model, attention, mesh, temperature, samples, slots",
     in_tiers("models.txt", "samples"),

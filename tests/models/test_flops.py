@@ -5,13 +5,11 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import base, models
 from models.flops import num_matrix_parameters, num_parameters, train_flops
-from models.memory import Execution
 from models.sizes import LanguageModelConfig, Lora
 from tasks import text
 from tasks.text import TextRun
@@ -41,12 +39,6 @@ def test_models_have_the_parameters_of_the_published_ones(name, billions):
 def test_sizes_that_make_no_model_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(GROUPED, **{"num_heads": 4, "num_kv_heads": 2} | changes)
-
-
-def test_impossible_executions_are_refused():
-    for remat, chunk, said in ("most", 0, "remat='most' must"), ("nothing", -1, "=-1"):
-        with pytest.raises(ValueError, match=said):
-            Execution(jnp.dtype("float32"), remat, chunk)
 
 
 PARTS: tuple[dict[str, Any], ...] = (

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
 from kernels import chips
@@ -69,16 +68,6 @@ def test_a_resumed_run_replaces_the_points_after_its_first_step(tmp_path):
         "loss": [*((n, 10.0 + n) for n in range(5)), (5, 105.0), (6, 106.0)],
         "killed_run_only": [(n, 1.0) for n in range(5)],
     }
-
-
-def test_text_is_kept_at_the_first_step(tmp_path):
-    with TensorBoardWriter(tmp_path, first_step=3) as writer:
-        writer.text("config", "seed = 7, größer")
-    accumulator = EventAccumulator(str(tmp_path)).Reload()
-    (event,) = accumulator.Tensors("config")
-    assert event.step == 3
-    assert event.tensor_proto.string_val[0].decode() == "seed = 7, größer"
-    assert accumulator.SummaryMetadata("config").plugin_data.plugin_name == "text"
 
 
 @pytest.mark.parametrize("before", ["tensorboard/old_name", "tensorboard"])
