@@ -103,12 +103,6 @@ class StoredStep:
     def check_leaves(self, meta: Mapping[str, Any], abstract_state: Any) -> None:
         """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
         wanted = leaves(abstract_state)
-        homeless = [n for n, x in wanted.items() if not getattr(x, "sharding", None)]
-        if homeless:
-            raise ValueError(
-                f"{homeless[0] or 'the whole'} of abstract_state has no sharding: give "
-                "a jax.ShapeDtypeStruct with one for every array"
-            )
         saved = saved_briefs(meta)
         found = differences(saved, briefs(wanted))
         if found and all(name.startswith(f"{PARAMETERS}.") for name in saved):
@@ -120,11 +114,10 @@ class StoredStep:
         if found:
             first = dict(itertools.islice(found.items(), LISTED))
             more = len(found) - len(first)
+            rest = f"\n  and {more} more" if more else ""
             raise ValueError(
                 f"{self} does not fit the train state; use another workdir, or the"
-                f" model and optimizer it was saved with:\n  {listed(first)}"
-                + f"\n  and {more} more"
-                * bool(more)
+                f" model and optimizer it was saved with:\n  {listed(first)}{rest}"
             )
 
     def read(self, abstract: Any, meta: Mapping[str, Any]) -> Any:

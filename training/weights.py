@@ -6,7 +6,7 @@ They lie where a run keeps its checkpoints: in `state` of the newest step, under
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +66,30 @@ class SavedParameters:
           OSError: it could not be read, several times.
         """
         self._workdir = workdir
-        self._open()
+        self._stored = self._newest()
+        self._of_newest(self._read_meta)
         agreed(lambda: {f"the parameters of {workdir}": str(self)})
 
-    def _open(self) -> None:
-        """Finds the newest step, and reads its meta data."""
-        for attempt in range(1, 1 + ROTATED):
-            self._stored = self._newest()
-            self.step = self._stored.step
+    def _of_newest[T](self, read: Callable[[], T]) -> T:
+        """Reads from the newest step: from the next, where a run has deleted it since.
+
+        read: raises DamagedStep if a part is missing, or is not as it was saved.
+        """
+        for _ in range(ROTATED):
             try:
-                self._meta = self._stored.meta()
-                break
+                return read()
             except DamagedStep as damage:
-                if attempt == ROTATED or not self._is_old():
-                    raise self._refusal(damage) from damage
+                refused, error = self._stored, damage
+                self._stored = self._newest()
+                if all_agree(self._stored.step == refused.step):
+                    break
+        raise ValueError(
+            f"step {refused.step} of {self._workdir} is damaged: {error}. Nothing was "
+            "changed; move that step away to read the one before it, if there is one"
+        ) from error
+
+    def _read_meta(self) -> None:
+        self.step, self._meta = self._stored.step, self._stored.meta()
         self.fingerprint = self._meta[FINGERPRINT]
         self.settings = self._meta.get(RECORD, {}).get(SETTINGS, {})
 
@@ -96,10 +106,6 @@ class SavedParameters:
             if step is not None:
                 return StoredStep(step, manager.directory / str(step))
         raise FileNotFoundError(f"{self._workdir} has no checkpoints to read")
-
-    def _is_old(self) -> bool:
-        """Returns whether a run has saved another step since, and may delete this."""
-        return not all_agree(self._newest().step == self.step)
 
     def __str__(self) -> str:
         return f"step {self.step} with digest {self.digest}"
@@ -147,17 +153,10 @@ class SavedParameters:
             by name; or if one is missing, not as it was saved, or not finite.
           OSError: they could not be read, several times.
         """
-        for _ in range(ROTATED):
-            try:
-                return self._restore(abstract)
-            except DamagedStep as damage:
-                refusal = self._refusal(damage)
-                if not self._is_old():
-                    break
-                self._open()
-        raise refusal
+        return self._of_newest(lambda: self._restore(abstract))
 
     def _restore(self, abstract: Any) -> Any:
+        self._read_meta()
         saved = saved_briefs(self._meta)
 
         def as_saved(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -187,12 +186,6 @@ class SavedParameters:
 
     def _read(self, part: Any) -> Any:
         return self._stored.read({PARAMETERS: part}, self._meta)[PARAMETERS]
-
-    def _refusal(self, damage: DamagedStep) -> ValueError:
-        return ValueError(
-            f"step {self.step} of {self._workdir} is damaged: {damage}. Nothing was "
-            "changed; move that step away to read the one before it, if there is one"
-        )
 
 
 @jax.jit

@@ -1,7 +1,6 @@
 """Training of today's families: rings make the steps of one device."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from data.batch import Batch
 from kernels.layouts import permute
 from tests.cases import in_tiers, table
 from tests.small.agents import drawn
-from tests.small.families import FAMILIES
 from tests.small.models import Run, assert_same, budget_gib, rows
 from tests.small.runs import KINDS
 from training.mesh import MeshShape
@@ -31,9 +29,6 @@ SETTINGS = {
     "feed_forward_chunk_tokens": 0,
     "loss_chunk_tokens": 0,
 }
-RING, CUBE = {"ring": 4}, {"fsdp": 2, "ring": 2, "tensor": 2}
-
-slow = pytest.mark.slow
 
 
 def train(run: Run) -> tuple[np.ndarray, list[Any]]:
@@ -61,22 +56,9 @@ def on_one_device(family: str, **fields: Any) -> tuple[np.ndarray, list[Any]]:
     return train(run)
 
 
-EVERYWHERE = [
-    where
-    for where in itertools.product(
-        FAMILIES, ("ring", "striped", "zigzag"), (RING, CUBE)
-    )
-    if where[:2] != ("qwen3_5", "striped")  # whose state needs runs of tokens
-]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "family, attention, mesh, fields",
-    [
-        *in_tiers("models.txt", "steps"),
-        *(pytest.param(*where, {}, marks=slow) for where in EVERYWHERE),
-    ],
+    "family, attention, mesh, fields", in_tiers("models.txt", "steps")
 )
 def test_ten_steps_on_a_mesh_are_those_of_one_device(family, attention, mesh, fields):
     shape = MeshShape(**mesh)
@@ -96,7 +78,7 @@ def test_ten_steps_on_a_mesh_are_those_of_one_device(family, attention, mesh, fi
     assert min(jax.tree.leaves(moved)) > 2e-3
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, more, mesh, tolerance", table("models.txt", "optimizer")
 )

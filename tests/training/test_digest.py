@@ -142,7 +142,10 @@ def test_bits_are_of_the_place_in_the_whole_array(rng):
     def rounded(x):
         return stochastic_round(x, random_bits(jnp.uint32(7), x.shape), jnp.bfloat16)
 
-    assert len(np.unique(random_bits(jnp.uint32(7), x.shape))) == x.size
+    first, second = (np.asarray(random_bits(jnp.uint32(w), (64, 64))) for w in (1, 2))
+    assert len(np.unique(first)) > 4090
+    ones = np.unpackbits((first ^ second).view(np.uint8)).mean()
+    assert abs(ones - 0.5) < 0.01  # of 131072 bits: 7 standard deviations
     for spec in (PartitionSpec("x", "y"), PartitionSpec(None, ("y", "x"))):
         placed = jax.device_put(x, NamedSharding(mesh, spec))
         np.testing.assert_array_equal(rounded(placed), rounded(x))
