@@ -175,8 +175,8 @@ FIELDS = dict(
         # beside each other (mesh.data, mesh.fsdp) take as long; 16, say. 0: as drawn.
         balanced_steps=0,
         threads=4,  # threads that read ahead; 0: rows are read when a step needs them
-        # Compare data above 256 MiB too with their digests, each MiB when it is read
-        # first; those of older programs at the start. Smaller data always are.
+        # Compare data above 256 MiB too with their digests, which reads them whole when
+        # a run starts. Smaller data always are.
         compare_digests=False,
     ),
     optimizer=dict(

@@ -8,7 +8,7 @@ and without a word. A read that comes short, or fails, is an error like any othe
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -25,9 +25,8 @@ FILES = "files"
 """Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
 COMPARED_BYTES = 1 << 28
 """Files of up to this size, together, are always compared with their digests."""
-BLOCKS = "blocks.sha256"
-"""File, and index key, of larger data: SHA-256 of each `BLOCK_BYTES` of each file."""
-BLOCK_BYTES, _DIGEST_BYTES = 1 << 20, 32
+UNREAD = "blocks.sha256"
+"""Key of older indexes: the digest of a file beside them with digests by block."""
 _BYTES_AT_A_TIME, _GAP_BYTES = 1 << 22, 1 << 16
 
 
@@ -39,23 +38,15 @@ class StoredArray:
     """
 
     def __init__(
-        self,
-        path: Path,
-        dtype: np.dtype,
-        shape: tuple[int, ...],
-        offset: int = 0,
-        digests: Sequence[bytes] = (),
+        self, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int = 0
     ):
-        """Opens the file.
+        """Opens the file; raises OSError where that fails.
 
-        offset: bytes before the first row. digests: of its blocks, to compare.
-
-        Raises:
-          OSError: it cannot be opened.
+        offset: bytes before the first row.
         """
         self.path, self.shape = path, shape
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._offset, self._digests = offset, [*digests]
+        self._offset = offset
         self._row_bytes = self.dtype.itemsize * prod(shape[1:])
         self._reader = RangeReader(path)
 
@@ -108,9 +99,6 @@ class StoredArray:
         """Reads rows from `begin` on into an array, and gives it back."""
         wanted, done = found.reshape(-1).view(np.uint8), 0
         first = self._offset + begin * self._row_bytes
-        last = (first + wanted.size - 1) // BLOCK_BYTES
-        for block in range(first // BLOCK_BYTES, last + 1 if self._digests else 0):
-            self._compare(block)
         while done < wanted.size:
             count = self._reader.into(wanted[done:], first + done)
             if not count:
@@ -120,19 +108,6 @@ class StoredArray:
                 )
             done += count
         return found
-
-    def _compare(self, number: int) -> None:
-        """Compares a block with its digest, once."""
-        if not self._digests[number]:
-            return
-        block = np.empty(BLOCK_BYTES, np.uint8)
-        block = block[: self._reader.into(block, number * BLOCK_BYTES)]
-        if hashlib.sha256(block).digest() != self._digests[number]:
-            raise ValueError(
-                f"{self.path} is not what was written, by the digest of its MiB "
-                f"{number}: it was damaged or replaced; copy it again"
-            )
-        self._digests[number] = b""
 
 
 @dataclass(frozen=True)
@@ -207,12 +182,10 @@ class PackedFormat:
         dtype: Any,
         shape: tuple[int, ...],
         header: bytes = b"",
-        compare: bool = False,
     ) -> StoredArray:
         """Opens an array after checking that its file holds this and no more.
 
         header: bytes that the file begins with.
-        compare: with the digests of its blocks as they are read, if there are any.
 
         Raises:
           FileNotFoundError: the file is missing.
@@ -228,22 +201,7 @@ class PackedFormat:
                     f"{path} does not begin as {said}, as {self.index} says: the file "
                     f"was replaced; copy it again or {self.remedy}"
                 )
-        digests = self._block_digests(path) if compare else []
-        return StoredArray(path, dtype, shape, len(header), digests)
-
-    def _block_digests(self, path: Path) -> list[bytes]:
-        """Returns the digests of a file's blocks; [] where the index has none."""
-        index, beside = self.read_index(path.parent), path.with_name(BLOCKS)
-        if BLOCKS not in index:
-            return []
-        self._check_digest(beside, index[BLOCKS])
-        with open_binary(beside) as file:
-            for name, facts in index[FILES].items():
-                count = -(-facts["bytes"] // BLOCK_BYTES)
-                found = [file.read(_DIGEST_BYTES) for _ in range(count)]
-                if name == path.name:
-                    return found
-        return []
+        return StoredArray(path, dtype, shape, len(header))
 
     def _check_digest(self, path: Path, expected: str) -> None:
         if describe_file(path)["sha256"] != expected:
@@ -265,8 +223,7 @@ class PackedFormat:
     def identify(self, directory: Path, *, compare: bool = False) -> tuple[str, str]:
         """Returns the digest of a directory, and a note of what was not compared.
 
-        compare: files of any size with their digests, not only small ones; arrays with
-          digests by block when they are read (`open_array`).
+        compare: files of any size with their digests, not only small ones.
 
         Raises:
           FileNotFoundError: the index or a file is missing.
@@ -274,7 +231,7 @@ class PackedFormat:
         """
         directory = place(directory)
         index = self.read_index(directory)
-        named = {n: v for n, v in index.items() if n not in (*self.origin, BLOCKS)}
+        named = {n: v for n, v in index.items() if n not in (*self.origin, UNREAD)}
         return digest(named), self._compare(directory, index, compare)
 
     def _compare(self, directory: Path, index: Mapping[str, Any], whole: bool) -> str:
@@ -298,8 +255,7 @@ class PackedFormat:
                 "their digests: config.data.compare_digests=True does"
             )
         for path, (_, expected) in files.items():
-            if BLOCKS not in index or path.suffix not in (".bin", ".npy"):
-                self._check_digest(path, expected)
+            self._check_digest(path, expected)
         return ""
 
 
@@ -340,27 +296,15 @@ class PackedWriter:
                 facts, partial = self._finish(), self._new.partial
                 paths = sorted(partial.iterdir())
                 kept = [path for path in paths if path.name not in self.format.origin]
-                is_large = sum(p.stat().st_size for p in kept) > COMPARED_BYTES
                 with ThreadPoolExecutor() as pool:  # hashing lets others run
-                    blocks = pool.map(_digests, kept if is_large else ())
                     found = zip(kept, pool.map(describe_file, kept), strict=True)
                     files = {path.name: facts for path, facts in found}
                 index = {"version": self.format.version, **facts, FILES: files}
-                if is_large:
-                    (partial / BLOCKS).write_bytes(b"".join(blocks))
-                    index[BLOCKS] = describe_file(partial / BLOCKS)["sha256"]
                 text = json.dumps(index, indent=1) + "\n"
                 (partial / self.format.index).write_text(text)
                 self._new.appear()
         finally:
             self._new.remove()
-
-
-def _digests(path: Path) -> bytes:
-    """Returns the digests of a file's blocks, joined."""
-    with path.open("rb") as file:
-        blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
-        return b"".join(hashlib.sha256(block).digest() for block in blocks)
 
 
 def whole_number(name: str, found: Any, least: int = 0) -> int:

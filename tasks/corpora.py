@@ -74,8 +74,8 @@ def identify(config: ConfigDict) -> tuple[str, str, str]:
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
-    compare = {"compare": config.data.compare_digests}
-    found = [token_file.identify(place, **compare) for place in directories(config)]
+    compare = config.data.compare_digests
+    found = [token_file.identify(d, compare=compare) for d in directories(config)]
     digests, notes = zip(*found, strict=True)
     both = {"corpora": digests, "weights": [*named(config).values()]}
     one = digests[0] if len(digests) == 1 else digest(both)
@@ -105,9 +105,8 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     if config.data.rows not in ROW_PLANS:
         raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
     found = named(config)
-    compare = {"compare": config.data.compare_digests}
     places = map(place, found or [STANDARD_LIBRARY])
-    corpora = [TokenFile.open(place, split, **compare) for place in places]
+    corpora = [TokenFile.open(place, split) for place in places]
     for corpus in corpora:
         corpus.check_vocabulary(vocab_size)
     order = Shuffled(config.seed) if split == "train" else InOrder()

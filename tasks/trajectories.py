@@ -49,7 +49,7 @@ def opened(config: ml_collections.ConfigDict) -> TrajectoryFile:
       FileNotFoundError, ValueError: they are missing or damaged, or do not match the
         config.
     """
-    file = TrajectoryFile.open(directory(config), compare=config.data.compare_digests)
+    file = TrajectoryFile.open(directory(config))
     agent, longest = config.agent, int(file.lengths.max())
     for name in SIZES:
         if agent[name] not in (0, getattr(file, name)):

@@ -71,10 +71,8 @@ class TrajectoryFile:
     index: Mapping[str, Any]
 
     @classmethod
-    def open(cls, directory: Path, *, compare: bool = False) -> "TrajectoryFile":
+    def open(cls, directory: Path) -> "TrajectoryFile":
         """Opens a trajectory file after checking that it is what index.json says.
-
-        compare: with digests, as it is read (see `PackedFormat.open_array`).
 
         Raises:
           FileNotFoundError: the directory or one of its files is missing.
@@ -108,7 +106,7 @@ class TrajectoryFile:
                 raise ValueError("it contradicts itself")
             headers = [_header(recorded, 1, columns), _header(recorded, shared)]
         rows, rewards = int(recorded.sum()), None
-        opened = partial(FORMAT.open_array, dtype=np.float32, compare=compare)
+        opened = partial(FORMAT.open_array, dtype=np.float32)
         shape = rows, columns
         steps = opened(directory / STEPS, shape=shape, header=headers[0])
         if shared > 1:

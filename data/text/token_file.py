@@ -82,12 +82,8 @@ class TokenFile:
     intervals: int = 1
 
     @classmethod
-    def open(
-        cls, directory: Path | str, split: str, *, compare: bool = False
-    ) -> "TokenFile":
+    def open(cls, directory: Path | str, split: str) -> "TokenFile":
         """Opens a split after checking that its files are what meta.json says.
-
-        compare: with digests, as it is read (see `PackedFormat.open_array`).
 
         Raises:
           FileNotFoundError: the directory or one of its files is missing.
@@ -115,7 +111,7 @@ class TokenFile:
 
         def stored(kind: str, dtype: str, *shape: int) -> StoredArray:
             path = _path(directory, split, kind)
-            return FORMAT.open_array(path, dtype, shape, compare=compare)
+            return FORMAT.open_array(path, dtype, shape)
 
         tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.

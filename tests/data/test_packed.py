@@ -219,33 +219,6 @@ def test_a_changed_byte_is_found_by_the_digests(tmp_path, name, monkeypatch):
         identify(directory, compare=True)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "documents", "loss"])
-def test_a_changed_byte_is_found_when_its_block_is_read(tmp_path, kind, monkeypatch):
-    digest, _ = identify(write(tmp_path / "small", 4000))
-    monkeypatch.setattr(packed, "COMPARED_BYTES", 10)
-    monkeypatch.setattr(packed, "BLOCK_BYTES", 1024)
-    directory = write(tmp_path / "corpus", 4000)
-    assert identify(directory, compare=True) == (digest, "")
-    assert identify(directory)[0] == digest
-    found = TokenFile.open(directory, "train", compare=True)
-    assert found.ids(np.arange(4000)).tolist() == (np.arange(4000) % 257).tolist()
-    path = directory / f"train.{kind}.bin"
-    size, number = path.stat().st_size, 0 if kind == "documents" else 3
-    overwrite(path, min(3500, size - 1), np.array([1], "u1"))
-    match = rf"{path} is not what was written, by the digest of its MiB {number}: it"
-    with pytest.raises(ValueError, match=match):
-        damaged = TokenFile.open(directory, "train", compare=True)
-        damaged.ids(np.arange(1000))
-        damaged.weights(np.arange(2000))
-        {"tokens": damaged.ids, "loss": damaged.weights}[kind](np.arange(4000))
-    TokenFile.open(directory, "validation", compare=True).ids(np.arange(4000))
-    (directory / packed.BLOCKS).write_bytes(bytes(9))
-    with pytest.raises(
-        ValueError, match="blocks.sha256 is not what was written, by it"
-    ):
-        TokenFile.open(directory, "validation", compare=True)
-
-
 @pytest.mark.parametrize("files, match", table("data.txt", "files"))
 def test_files_that_are_described_wrong_are_refused(tmp_path, files, match):
     directory = write(tmp_path / "corpus")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data import packed, remote
+from data import remote
 from data.batch import Block
 from data.remote import place
 from data.rows import InOrder, PackedRows, TextBatches
@@ -121,22 +121,3 @@ def test_a_store_that_goes_away_is_named(store, long_rows, monkeypatch):
         corpus.tokens[TOKENS : TOKENS + 5]
     with pytest.raises(OSError, match=f"^s3://bucket/other {lost}"):
         TokenFile.open("s3://bucket/other", "train")
-
-
-def test_each_mib_is_compared_in_a_bucket(store, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(packed, "COMPARED_BYTES", TOKENS)
-    where = place("s3://bucket/new")
-    with TokenFileWriter(where, ByteTokenizer()) as writer:
-        writer.write("train", np.arange(2 * TOKENS) % 256)
-    assert token_file.identify(where, compare=True)[1] == ""
-    name = f"{where.path}/train.tokens.bin"
-    changed = bytearray(where.fs.cat_file(name))
-    changed[-1] ^= 1
-    where.fs.pipe_file(name, bytes(changed))
-    tokens = TokenFile.open(where, "train", compare=True).tokens
-    assert tokens[:3].tolist() == [0, 1, 2]
-    with pytest.raises(
-        ValueError, match="s3://bucket/new/.*by the digest of its MiB 3"
-    ):
-        tokens[-3:]

@@ -102,7 +102,12 @@ def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
     found = TokenFile.open(tmp_path / "one", "train")
     assert found.tokens[:].tolist() == [0, 1, 2] and found.vocab_size == 257
     assert found.loss_mask is None
-    # And one from before there were digests.
+    # One with digests by block, and one from before there were digests.
+    index = tmp_path / "other" / "meta.json"
+    index.write_text(
+        index.read_text().replace('"files"', '"blocks.sha256": 0, "files"')
+    )
+    assert identify(tmp_path / "other") == (digest, "")
     set_field(tmp_path / "one" / "meta.json", "files", None)
     other, unread = identify(tmp_path / "one")
     assert other != digest and "has no digests, of an older program" in unread
