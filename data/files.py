@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import socket
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,59 +15,47 @@ from typing import Any
 from data.remote import is_bucket, open_binary, reach, upload
 
 
-class NewDirectory:
-    """A hidden sibling of `path`, which takes its name when it is whole.
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Gives an empty, hidden sibling of `path`, which takes its name at the end.
 
-    It is locked as long as its process lives. Those of the same `path` that killed
-    processes of this host have left are removed first. Of a path in a bucket it is
-    `beside` that, and its files are copied there, the last one to be written last.
-
-    partial: the sibling, empty at first.
+    Where the block raises, it is removed. It is locked as long as its process lives.
+    Those of the same `path` that killed processes of this host have left are removed
+    first. Of a path in a bucket it is `beside` that, and its files are copied there,
+    the last one to be written last.
 
     Raises:
-      FileExistsError: `path` exists and is not empty; nothing in it is touched.
+      FileExistsError: `path` exists and is not empty, at the beginning or, of another
+        process, at the end; nothing in it is touched.
     """
-
-    def __init__(self, path: Path):
-        self._path = path
-        refuse_existing(path)
-        path = beside(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The locks of another host are not seen.
-        mine = f".{path.name}.{socket.gethostname()}."
-        for left in path.parent.glob(f"{glob.escape(mine)}*.partial"):
-            with contextlib.suppress(OSError), _locked(left):  # else its process lives
-                shutil.rmtree(left, ignore_errors=True)
-        self.partial = path.with_name(f"{mine}{uuid.uuid4().hex[:12]}.new")
-        self.partial.mkdir()
-        self._locked = contextlib.ExitStack()
-        with contextlib.suppress(OSError):  # a file system without locks
-            self._locked.enter_context(_locked(self.partial))
-            # Others find it under this name alone.
-            self.partial = self.partial.rename(self.partial.with_suffix(".partial"))
-
-    def appear(self) -> None:
-        """Gives the sibling its name.
-
-        Raises:
-          FileExistsError: another process has made the same since.
-        """
-        if is_bucket(self._path):
-            upload(self.partial, self._path)
-            return
+    refuse_existing(path)
+    hidden = beside(path)
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    # The locks of another host are not seen.
+    mine = f".{hidden.name}.{socket.gethostname()}."
+    for left in hidden.parent.glob(f"{glob.escape(mine)}*.partial"):
+        with contextlib.suppress(OSError), _locked(left):  # else its process lives
+            shutil.rmtree(left, ignore_errors=True)
+    partial = hidden.with_name(f"{mine}{uuid.uuid4().hex[:12]}.new")
+    partial.mkdir()
+    with contextlib.ExitStack() as lock:
         try:
-            self.partial.rename(self._path)
-        except OSError:
-            refuse_existing(self._path)
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock.enter_context(_locked(partial))
+                # Others find it under this name alone.
+                partial = partial.rename(partial.with_suffix(".partial"))
+            yield partial
+            if is_bucket(path):
+                upload(partial, path)
+            else:
+                refuse_existing(path)
+                partial.rename(path)
+        except OSError as error:
+            if error.errno and error.filename is None:
+                error.filename = str(path)  # a full disk names none
             raise
-
-    def remove(self) -> None:
-        """Removes the sibling, where it has not appeared; an error gets its path."""
-        error = sys.exception()
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(self._path)  # a full disk names none
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self._locked.close()
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

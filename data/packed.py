@@ -11,13 +11,14 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from data.files import NewDirectory, describe_file
+from data.files import describe_file, new_directory
 from data.json_text import read_json_object, short
 from data.remote import RangeReader, open_binary, place, reach
 
@@ -64,7 +65,17 @@ class StoredArray:
         """Reads these rows; raises OSError where they cannot be read."""
         begin, end, _ = rows.indices(self.shape[0])
         found = np.empty((max(end - begin, 0), *self.shape[1:]), self.dtype)
-        return self._fill(found, begin)
+        wanted, done = found.reshape(-1).view(np.uint8), 0
+        first = self._offset + begin * self._row_bytes
+        while done < wanted.size:
+            count = self._reader.into(wanted[done:], first + done)
+            if not count:
+                raise OSError(
+                    f"{self.path} ends at byte {first + done} and was longer when it "
+                    "was opened: it was cut short while it was read; copy it again"
+                )
+            done += count
+        return found
 
     def take(self, places: np.ndarray) -> np.ndarray:
         """Reads the rows at places, int of any shape: (*that shape, *a row's).
@@ -80,34 +91,15 @@ class StoredArray:
             order = np.argsort(flat, kind="stable")
             flat = flat[order]
         found = np.empty((flat.size, *self.shape[1:]), self.dtype)
-        rows, done = max(_BYTES_AT_A_TIME // self._row_bytes, 1), 0
-        gaps = np.flatnonzero(np.diff(flat) * self._row_bytes > _GAP_BYTES) + 1
-        stops = np.append(gaps, flat.size)
-        span = int(flat[-1] - flat[0]) + 1 if flat.size else 0
-        buffer = np.empty((min(rows, span), *self.shape[1:]), self.dtype)
-        while done < flat.size:
-            begin = int(flat[done])
-            stop = int(stops[np.searchsorted(stops, done, side="right")])
-            until = min(int(np.searchsorted(flat, begin + rows)), stop)
-            near = flat[done:until] - begin
-            where = slice(done, until) if order is None else order[done:until]
-            found[where] = self._fill(buffer[: near[-1] + 1], begin)[near]
-            done = until
+        is_far = np.diff(flat) * self._row_bytes > _GAP_BYTES
+        is_far |= np.diff(flat * self._row_bytes // _BYTES_AT_A_TIME) > 0
+        bounds = np.r_[0, np.flatnonzero(is_far) + 1, flat.size] if flat.size else []
+        for begin, end in pairwise(bounds):
+            near = flat[begin:end]
+            found[begin:end] = self[near[0] : near[-1] + 1][near - near[0]]
+        if order is not None:
+            found[order] = found.copy()
         return found.reshape(*places.shape, *self.shape[1:])
-
-    def _fill(self, found: np.ndarray, begin: int) -> np.ndarray:
-        """Reads rows from `begin` on into an array, and gives it back."""
-        wanted, done = found.reshape(-1).view(np.uint8), 0
-        first = self._offset + begin * self._row_bytes
-        while done < wanted.size:
-            count = self._reader.into(wanted[done:], first + done)
-            if not count:
-                raise OSError(
-                    f"{self.path} ends at byte {first + done} and was longer when it "
-                    "was opened: it was cut short while it was read; copy it again"
-                )
-            done += count
-        return found
 
 
 @dataclass(frozen=True)
@@ -203,13 +195,6 @@ class PackedFormat:
                 )
         return StoredArray(path, dtype, shape, len(header))
 
-    def _check_digest(self, path: Path, expected: str) -> None:
-        if describe_file(path)["sha256"] != expected:
-            raise ValueError(
-                f"{path} is not what was written, by its digest: it was damaged or "
-                f"replaced; copy it again or {self.remedy}"
-            )
-
     def _check_size(self, path: Path, expected: int, said: str) -> None:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {self.remedy}")
@@ -232,31 +217,34 @@ class PackedFormat:
         directory = place(directory)
         index = self.read_index(directory)
         named = {n: v for n, v in index.items() if n not in (*self.origin, UNREAD)}
-        return digest(named), self._compare(directory, index, compare)
-
-    def _compare(self, directory: Path, index: Mapping[str, Any], whole: bool) -> str:
-        """Compares files with their sizes and digests; says what it did not compare."""
+        found = digest(named)
         if FILES not in index:
-            return f"{directory} has no digests, of an older program: not compared"
+            said = f"{directory} has no digests, of an older program: not compared"
+            return found, said
         with self.parsing(directory, f"its {FILES}"):
-            files = {
-                (directory / self.index).with_name(name): (
+            files = [
+                (
+                    (directory / self.index).with_name(name),
                     whole_number("bytes", facts["bytes"]),
                     str(facts["sha256"]),
                 )
                 for name, facts in index[FILES].items()
-            }
-        for path, (expected, _) in files.items():
-            self._check_size(path, expected, str(expected))
-        size = sum(expected for expected, _ in files.values())
-        if size > COMPARED_BYTES and not whole:
-            return (
-                f"{directory} has {size / 1e9:.1f} GB, which are not compared with "
+            ]
+        for path, size, _ in files:
+            self._check_size(path, size, str(size))
+        whole = sum(size for _, size, _ in files)
+        if whole > COMPARED_BYTES and not compare:
+            return found, (
+                f"{directory} has {whole / 1e9:.1f} GB, which are not compared with "
                 "their digests: config.data.compare_digests=True does"
             )
-        for path, (_, expected) in files.items():
-            self._check_digest(path, expected)
-        return ""
+        for path, _, sha256 in files:
+            if describe_file(path)["sha256"] != sha256:
+                raise ValueError(
+                    f"{path} is not what was written, by its digest: it was damaged or "
+                    f"replaced; copy it again or {self.remedy}"
+                )
+        return found, ""
 
 
 class PackedWriter:
@@ -277,34 +265,33 @@ class PackedWriter:
         self.directory = place(directory)
 
     def __enter__(self) -> Self:
-        self._new = NewDirectory(self.directory)
-        self._opened = contextlib.ExitStack()
+        self._whole, self._opened = contextlib.ExitStack(), contextlib.ExitStack()
+        self._partial = self._whole.enter_context(new_directory(self.directory))
+        self._whole.enter_context(self._opened)
         return self
 
     def _open(self, name: str) -> BinaryIO:
         """Opens a new file, to be closed when the block ends."""
-        return self._opened.enter_context((self._new.partial / name).open("wb"))
+        return self._opened.enter_context((self._partial / name).open("wb"))
 
     def _finish(self) -> dict[str, Any]:
         """Returns the rest of the index; raises ValueError if nothing was written."""
         raise NotImplementedError
 
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        try:
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            self._whole.__exit__(*error)
+            return
+        with self._whole:
             self._opened.close()
-            if kind is None:
-                facts, partial = self._finish(), self._new.partial
-                paths = sorted(partial.iterdir())
-                kept = [path for path in paths if path.name not in self.format.origin]
-                with ThreadPoolExecutor() as pool:  # hashing lets others run
-                    found = zip(kept, pool.map(describe_file, kept), strict=True)
-                    files = {path.name: facts for path, facts in found}
-                index = {"version": self.format.version, **facts, FILES: files}
-                text = json.dumps(index, indent=1) + "\n"
-                (partial / self.format.index).write_text(text)
-                self._new.appear()
-        finally:
-            self._new.remove()
+            facts, paths = self._finish(), sorted(self._partial.iterdir())
+            kept = [path for path in paths if path.name not in self.format.origin]
+            with ThreadPoolExecutor() as pool:  # hashing lets others run
+                found = zip(kept, pool.map(describe_file, kept), strict=True)
+                files = {path.name: facts for path, facts in found}
+            index = {"version": self.format.version, **facts, FILES: files}
+            text = json.dumps(index, indent=1) + "\n"
+            (self._partial / self.format.index).write_text(text)
 
 
 def whole_number(name: str, found: Any, least: int = 0) -> int:

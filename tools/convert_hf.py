@@ -31,7 +31,7 @@ from flax import traverse_util
 
 from configs import base
 from data.document_mask import DocumentMask
-from data.files import NewDirectory, refuse_existing
+from data.files import new_directory, refuse_existing
 from data.json_text import read_json_object
 from data.remote import place
 from data.text.tokenizer_files import read_chat_template, write_tokenizer
@@ -167,20 +167,16 @@ def export_model(
     shapes = names.stored_shapes(parts, model)
     sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}
     tensors = _tensors(source, parts, model, partition, dtype)
-    new = NewDirectory(directory)
-    try:
-        write_tensors(new.partial, tensors, sizes, file_bytes, form.TENSORS)
+    with new_directory(directory) as new:
+        write_tensors(new, tensors, sizes, file_bytes, form.TENSORS)
         said = "" if adapter_only else hf_config.context_change(fields, kept)
         if original:
             found = (file for name in COMPANIONS for file in original.glob(name))
             for file in filter(Path.is_file, found):
-                shutil.copyfile(file, new.partial / file.name)
+                shutil.copyfile(file, new / file.name)
         elif not adapter_only:
-            said = _write_own_tokenizer(workdir, new.partial, fields)
-        (new.partial / form.CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-        new.appear()
-    finally:
-        new.remove()
+            said = _write_own_tokenizer(workdir, new, fields)
+        (new / form.CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     return said
 
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.agents import environments
 from data.agents.environments import FARTHEST_GOAL, Environment
 from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
-from data.files import NewDirectory
+from data.files import new_directory
 from data.remote import place
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.exorl.scores import quantiles
@@ -69,9 +69,8 @@ def make(recipe: Recipe, output: Path) -> Buffer:
         )
     environments.check_simulator()
     buffer = Buffer(output, recipe.domain, ALGORITHM)
-    new = NewDirectory(buffer.directory)
-    try:
-        folder = new.partial / "buffer"
+    with new_directory(buffer.directory) as new:
+        folder = new / "buffer"
         folder.mkdir()
         task = environments.tasks(recipe.domain)[0]
         environment = Environment(recipe.domain, task)
@@ -88,10 +87,7 @@ def make(recipe: Recipe, output: Path) -> Buffer:
                 **environments.versions(),
             },
         }
-        (new.partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        new.appear()
-    finally:
-        new.remove()
+        (new / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return buffer
 
 

@@ -330,7 +330,7 @@ class TrajectoryWriter(PackedWriter):
         if shared > 1:
             headers[REWARDS] = _header(lengths, shared)
         for name, header in headers.items():
-            with (self._new.partial / name).open("r+b") as file:
+            with (self._partial / name).open("r+b") as file:
                 file.write(header)
         mean = self._sums / lengths.sum()
         variance = self._squares / lengths.sum() - mean**2

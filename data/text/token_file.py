@@ -287,7 +287,7 @@ class TokenFileWriter(PackedWriter):
     def add_sources(self, sources: Iterable[dict[str, Any]]) -> None:
         """Records the files that the documents are from: path, bytes and sha256."""
         self.sources = found = Sources()
-        path = self._new.partial / SOURCES
+        path = self._partial / SOURCES
         with path.open("w") as written:
             for facts in sources:
                 written.write(json.dumps(facts) + "\n")
@@ -355,13 +355,13 @@ class TokenFileWriter(PackedWriter):
     def _finish(self) -> dict[str, Any]:
         if self.counts["train"].documents == 0:
             raise ValueError(f"no documents were written to {self.directory}")
-        copy = write_tokenizer(self._new.partial, self.tokenizer, self.chat_template)
+        copy = write_tokenizer(self._partial, self.tokenizer, self.chat_template)
         more: dict[str, Any] = {"has_weights": True} if self.has_weights else {}
         if self.intervals > 1:
             more |= {"intervals": self.intervals, "segments": self.segments}
         elif self._has_loss_mask:
             for split in SPLITS:
-                _path(self._new.partial, split, "segments").unlink()
+                _path(self._partial, split, "segments").unlink()
         more |= {"sources": asdict(self.sources)} if self.sources else {}
         return {
             "tokenizer": {"name": self.tokenizer.name, "file": copy},
