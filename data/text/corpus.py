@@ -10,6 +10,7 @@ sides; unless files say themselves what is held out.
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,14 @@ import numpy as np
 
 from data.text.holdout import Holdout
 from data.text.input_files import Inputs, files_in, list_inputs
-from data.text.parts import Counts, Encoded, PartMaker, Rows, parts_beside
+from data.text.parts import (
+    Counts,
+    Encoded,
+    PartMaker,
+    Rows,
+    parts_beside,
+    read_encoded,
+)
 from data.text.prefix_tree import Document
 from data.text.row_files import InputFile, TextDocument, read_documents
 from data.text.skipped import BadRow, Skipped, check_markup, find_markup, printable
@@ -120,11 +128,11 @@ def write_corpus(
     holdout = Holdout(validation_fraction, least_held_out)
     found = list_inputs(inputs, **chosen)
     summary = Summary(writer=writer, inputs=found, counted=rows.counted)
-    parts, sources = [], []
+    arrays, sources = [], []
     with parts_beside(writer.directory) as folder:
         maker = PartMaker(folder, rows, writer.tokenizer, stops=on_bad_row is None)
         for part in make_parts(maker, found.files, workers):
-            parts.append(part)
+            arrays.append(part.arrays)
             sources += part.sources
             summary.add(part.counts)
             holdout.add(part.marks, part.characters)
@@ -138,9 +146,8 @@ def write_corpus(
             writer.has_weights = summary.weighted > 0
             writer.add_sources(sources)
             cut = holdout.cut()
-            for part in parts:
-                for encoded in part.documents():
-                    _write(writer, cut, encoded)
+            for encoded in chain.from_iterable(map(read_encoded, arrays)):
+                _write(writer, cut, encoded)
     return summary
 
 

@@ -1,22 +1,20 @@
 """Parts of a corpus: what each unit of the inputs becomes, by whichever process.
 
 A part is two files in a folder beside the corpus, named after all that decides on it:
-`….arrays` has the documents, a batch after the other, and `….npz`, which appears last,
+`….arrays` has the documents, a batch after the other, and `….part`, which appears last,
 what was counted and the marks that decide what is held out. Parts that a killed
 preparation has finished are taken as they are.
 """
 
 import contextlib
 import fcntl
-import json
 import os
 import pickle
 import shutil
 import socket
 import uuid
-import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +35,7 @@ from data.text.units import Unit
 # Encoded together: enough for every core, and little enough to hold in memory.
 CHARACTERS_AT_A_TIME = 1 << 20
 ROWS_AT_A_TIME = 1 << 10
-PART_VERSION = 1
+PART_VERSION = 2
 SPLIT_CODES = {None: -1, "train": 0, "validation": 1}
 """Splits of documents in a part; -1: the mark decides."""
 
@@ -119,54 +117,21 @@ class Encoded(NamedTuple):
 class Part:
     """What was made of a unit.
 
-    path: of its counts and marks. bytes: of its documents, beside them.
-    marks, characters: of the rows that could be read and whose split no file says, for
-      `Holdout`.
+    arrays: file of its documents, of so many bytes.
+    marks, characters: uint64 and int64 (n,), of the rows that could be read and whose
+      split no file says, for `Holdout`; lists as long as it is made.
     tokens: of all documents. errors: the first bad rows.
     sources: files that begin in it, with their digests.
     """
 
-    path: Path
+    arrays: Path
     bytes: int = 0
     counts: Counts = field(default_factory=Counts)
-    marks: Sequence[int] = field(default_factory=list)
-    characters: Sequence[int] = field(default_factory=list)
+    marks: Any = field(default_factory=list)
+    characters: Any = field(default_factory=list)
     tokens: int = 0
     errors: list[BadRow] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def open(cls, path: Path) -> "Part":
-        """Opens a finished part.
-
-        Raises:
-          OSError, ValueError: it is not finished, or not whole.
-        """
-        with np.load(path) as found:
-            marks, characters = found["marks"], found["characters"]
-            facts = json.loads(found["facts"].tobytes())
-        counts = facts["counts"].items()
-        counts = {n: Skipped(**x) if isinstance(x, dict) else x for n, x in counts}
-        facts["counts"] = Counts(**counts)
-        facts["errors"] = [BadRow(**row) for row in facts["errors"]]
-        part = cls(path, marks=marks, characters=characters, **facts)
-        if part.arrays.stat().st_size != part.bytes:
-            raise ValueError(f"{part.arrays} is cut short")
-        return part
-
-    @property
-    def arrays(self) -> Path:
-        return self.path.with_suffix(".arrays")
-
-    def save(self, file: BinaryIO) -> None:
-        facts = asdict(self)
-        arrays = {
-            "marks": np.array(facts.pop("marks"), np.uint64),
-            "characters": np.array(facts.pop("characters"), np.int64),
-        }
-        del facts["path"]
-        text = json.dumps(facts).encode()
-        np.savez(file, facts=np.frombuffer(text, np.uint8), **arrays)
 
     def skip(self, row: BadRow, *, stops: bool) -> None:
         """Counts a row without documents; if it stops, a bad one raises ValueError."""
@@ -176,11 +141,17 @@ class Part:
             self.errors.append(row)
         self.counts.skipped.add(row)
 
-    def documents(self) -> Iterator["Encoded"]:
-        """Yields some documents at a time."""
-        with self.arrays.open("rb") as file:
-            while file.peek(1):
-                yield Encoded(*(np.load(file) for _ in Encoded._fields))
+
+def open_part(path: Path) -> Part:
+    """Opens a finished part."""
+    return pickle.loads(path.read_bytes())
+
+
+def read_encoded(arrays: Path) -> Iterator[Encoded]:
+    """Yields the documents of a part, some at a time."""
+    with arrays.open("rb") as file:
+        while file.peek(1):
+            yield Encoded(*(np.load(file) for _ in Encoded._fields))
 
 
 @dataclass(frozen=True)
@@ -213,14 +184,15 @@ class PartMaker:
         """Returns where the part of a unit is, or will be."""
         files = [(str(f.path), *f[1:]) for f in unit.files]
         key = digest(self._identity | {"files": files, "states": [*unit.states]})
-        return self.folder / f"{key}.npz"
+        return self.folder / f"{key}.part"
 
     def find(self, unit: Unit) -> Part | None:
         """Returns the part of a unit; None where it is not finished."""
-        try:
-            return Part.open(self.path(unit))
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-            return None
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            part = open_part(self.path(unit))
+            if part.arrays.stat().st_size == part.bytes:
+                return part
+        return None
 
     def make(self, unit: Unit) -> Path:
         """Makes the part of a unit; returns where it is.
@@ -228,7 +200,8 @@ class PartMaker:
         Raises:
           OSError, ValueError: a file is damaged or changes, or as `stop_at`.
         """
-        made = Part(path := self.path(unit))
+        path = self.path(unit)
+        made = Part(path.with_suffix(".arrays"))
         new = path.with_suffix(f".{uuid.uuid4().hex}.new")
         try:
             with new.open("wb") as file:
@@ -241,8 +214,9 @@ class PartMaker:
             made.sources = [{"path": str(f)} | describe_file(f) for f in begun]
             unit.check_unchanged()
             new.rename(made.arrays)
-            with new.open("wb") as file:
-                made.save(file)
+            made.marks = np.array(made.marks, np.uint64)
+            made.characters = np.array(made.characters, np.int64)
+            new.write_bytes(pickle.dumps(made))
             new.rename(path)
         finally:
             new.unlink(missing_ok=True)
@@ -289,7 +263,7 @@ def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int:
-    """Writes what `Part.documents` reads; returns the number of tokens."""
+    """Writes what `read_encoded` reads; returns the number of tokens."""
     codes, marks, found = zip(*documents, strict=True)
     tokens = np.concatenate([document.tokens for document in found])
     weighted = [document for document in found if document.weights is not None]

@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.text import units
-from data.text.parts import Part, PartMaker
+from data.text.parts import Part, PartMaker, open_part
 from data.text.row_files import InputFile
 from data.text.units import Unit, units_of
 
@@ -72,7 +72,7 @@ def _in_order(
     for unit in found:
         part = maker.find(unit)
         made = start(unit) if part is None else None
-        waiting.append((unit, lambda p=part, made=made: p or Part.open(made())))
+        waiting.append((unit, lambda p=part, made=made: p or open_part(made())))
         if len(waiting) == most:
             unit, wait = waiting.popleft()
             yield unit, wait()

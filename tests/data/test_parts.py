@@ -143,7 +143,7 @@ def test_finished_parts_are_taken_and_others_are_not(inputs, tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         prepare(inputs, output, ByteTokenizer(), workers=1)
     (left,) = {*tmp_path.iterdir()} - {*folder}
-    assert left.name.startswith(".new.") and len([*left.glob("*.npz")]) == 5
+    assert left.name.startswith(".new.") and len([*left.glob("*.part")]) == 5
     # One is cut short, and one was not finished.
     names = sorted(left.glob("*.arrays"))
     os.truncate(names[0], 10)
@@ -203,7 +203,7 @@ def start(tmp_path, monkeypatch):
 
 
 def finished(tmp_path):
-    return [*tmp_path.glob(".new.*.parts/*.npz")]
+    return [*tmp_path.glob(".new.*.parts/*.part")]
 
 
 def at_work(tmp_path):
