@@ -13,10 +13,8 @@ changes when a conversation goes on.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import batched
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,34 +53,6 @@ FORMATS: Mapping[str, Sequence[str]] = {
 }
 """Names of templates: the family whose tokenizers have their special tokens, and which
 these are, besides bos_token and eos_token."""
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """A conversation as text.
-
-    mark: to be taken out of the text that is between special tokens.
-    replies: where in the text they begin, and the weight of each's loss.
-    """
-
-    text: str
-    mark: str
-    replies: Mapping[int, float]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A special token, or the text between two of them.
-
-    text: "" for a token. token: None for a text.
-    prompt: the text's part before a reply, if one begins in it.
-    weight: of the loss of all behind it.
-    """
-
-    text: str
-    token: int | None
-    prompt: str
-    weight: float
 
 
 class ChatTemplate:
@@ -124,7 +94,7 @@ class ChatTemplate:
         (*messages, begun), mark = self._marked([*messages, begun])
         text = self._render(messages, asks=True)
         places = _places(text, self._prompts(messages).values()) | {len(text): 0.0}
-        return self._encode(_Rendered(text + begun["content"], mark, places)).tokens
+        return self._encode(text + begun["content"], mark, places).tokens
 
     def documents(
         self, messages: Sequence[Message], weights: Sequence[float] = ()
@@ -140,15 +110,9 @@ class ChatTemplate:
         Raises:
           ValueError: the template refuses the conversation.
         """
-        return [self._encode(one) for one in self._rendered(messages, weights)]
-
-    def _rendered(
-        self, messages: Sequence[Message], weights: Sequence[float]
-    ) -> Iterator[_Rendered]:
-        """Renders the conversation, and those that it has not as they are asked for."""
         messages, mark = self._marked(messages)
         whole, prompts = self._render(messages, asks=False), self._prompts(messages)
-        places = _places(whole, prompts.values())
+        places, documents = _places(whole, prompts.values()), []
         weights = weights or [1.0] * len(prompts)
         for (number, prompt), weight in zip(prompts.items(), weights, strict=True):
             text = self._render(messages[: number + 1], asks=False)
@@ -164,9 +128,10 @@ class ChatTemplate:
                 places[len(prompt)] = weight
             elif weight:
                 here = _places(text, prompts.values()) | {len(prompt): weight}
-                yield _Rendered(text, mark, here)
+                documents.append(self._encode(text, mark, here))
         if any(places.values()):
-            yield _Rendered(whole, mark, places)
+            documents.append(self._encode(whole, mark, places))
+        return documents
 
     def _prompts(self, messages: Sequence[Message]) -> dict[int, str]:
         """Returns the text that asks for each reply, by its number."""
@@ -203,45 +168,47 @@ class ChatTemplate:
 
         return [{**m, "content": broken(m["content"])} for m in messages], mark
 
-    def _pieces(self, rendered: _Rendered) -> Iterator[_Piece]:
-        place, weight = 0, 0.0
-        for part in self._special.split(rendered.text):
-            starts = (at - place for at in rendered.replies)
-            begins = [start for start in starts if 0 <= start < len(part)]
-            prompt = part[: begins[0]] if begins else ""
-            behind = rendered.replies[place + begins[0]] if begins else weight
-            place += len(part)
-            if not part:
-                continue
-            name = self._names.search(part)  # without blanks that it takes
-            if name is not None:
-                token = self.tokenizer.special[name[0]]
-                # A reply may begin in the blanks.
-                yield _Piece("", token, "", weight if prompt else behind)
-                weight = behind if token != self.end else 0.0
-                continue
-            part, prompt = (x.replace(rendered.mark, "") for x in (part, prompt))
-            yield _Piece(part, None, prompt, behind)
-            weight = behind
+    def _encode(self, text: str, mark: str, replies: Mapping[int, float]) -> Document:
+        """Encodes a conversation: special tokens, and the text between two of them.
 
-    def _encode(self, rendered: _Rendered) -> Document:
-        pieces = [*self._pieces(rendered)]
-        texts = [text for piece in pieces for text in (piece.text, piece.prompt)]
-        # All but the first piece stand behind a special token.
+        mark: to be taken out of that text.
+        replies: where in the text they begin, and the weight of each's loss.
+        """
+        # Of each part its special token or None, and the weight of its loss; its text,
+        # and the text's part before a reply, if one begins in it.
+        parts, texts, place, weight = [], [], 0, 0.0
+        for part in filter(None, self._special.split(text)):
+            begin = next((at for at in replies if 0 <= at - place < len(part)), place)
+            prompt, behind = part[: begin - place], replies.get(begin, weight)
+            place += len(part)
+            name = self._names.search(part)  # without blanks that it takes
+            if name is None:
+                parts.append((None, behind))
+                texts += [part.replace(mark, ""), prompt.replace(mark, "")]
+                weight = behind
+                continue
+            token = self.tokenizer.special[name[0]]
+            # A reply may begin in the blanks.
+            parts.append((token, weight if prompt else behind))
+            texts += ["", ""]
+            weight = behind if token != self.end else 0.0
+        # All but the first part stand behind a special token.
         encoded = self.tokenizer.encode_all(texts[:2])
         encoded += self.tokenizer.encode_all(texts[2:], is_behind=True)
-        documents = []
-        for piece, (tokens, prompt) in zip(pieces, batched(encoded, 2), strict=True):
-            if piece.token is not None:
-                tokens = np.array([piece.token], np.int32)
+        found = []
+        for number, (token, weight) in enumerate(parts):
+            tokens, prompt = encoded[2 * number : 2 * number + 2]
+            if token is not None:
+                tokens = np.array([token], np.int32)
             elif not np.array_equal(tokens[: prompt.size], prompt):
                 # A token lies over the border. The prompt is asked with its own.
-                rest = piece.text[len(piece.prompt) :]
-                (rest,) = self.tokenizer.encode_all([rest], is_behind=True)
+                whole, asked = texts[2 * number : 2 * number + 2]
+                rest = [whole.removeprefix(asked)]
+                (rest,) = self.tokenizer.encode_all(rest, is_behind=True)
                 tokens = np.concatenate([prompt, rest])
             is_reply = np.arange(tokens.size) >= prompt.size
-            documents.append((tokens, is_reply * np.float32(piece.weight)))
-        tokens, weights = map(np.concatenate, zip(*documents, strict=True))
+            found.append((tokens, is_reply * np.float32(weight)))
+        tokens, weights = map(np.concatenate, zip(*found, strict=True))
         return Document(tokens, as_mask(weights))
 
     def _end(self) -> str:

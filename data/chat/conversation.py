@@ -86,17 +86,13 @@ class Turn(NamedTuple):
 class Conversation:
     """A conversation of a person and an assistant.
 
-    where: file and number of the row, and its id.
     system: the system prompt; None: none.
     exchanges: of each, what the person said and what the assistant replied.
-    split: as of `InputFile`.
     weights: of the replies' losses; () for 1.
     """
 
-    where: str
     system: str | None
     exchanges: tuple[tuple[str, str], ...]
-    split: str | None = None
     weights: tuple[float, ...] = ()
 
     @property
@@ -112,18 +108,15 @@ class Conversation:
         """Joins all that was said; equal only where the words are."""
         return json.dumps([self.system, self.exchanges])
 
-    @property
-    def paths(self) -> "tuple[Conversation, ...]":
-        """The conversation, as of `Group`."""
-        return (self,)
-
 
 @dataclass(frozen=True)
-class Group:
-    """Conversations that begin alike.
+class Row:
+    """A conversation; or several that begin alike, of a group or a tree.
 
+    where: file and number of the row, and its id.
     paths: each from the first turn to a last reply; what they share has its weight in
       the first of them.
+    split: as of `InputFile`.
     """
 
     where: str
@@ -131,18 +124,13 @@ class Group:
     split: str | None = None
 
     @property
-    def system(self) -> str | None:
-        return self.paths[0].system
-
-    @property
     def text(self) -> str:
         """Joins all that was said, as of `Conversation`."""
-        return json.dumps([path.text for path in self.paths])
+        texts = [path.text for path in self.paths]
+        return json.dumps(texts) if len(texts) > 1 else texts[0]
 
 
-def read_conversations(
-    files: Sequence[InputFile],
-) -> Iterator[Conversation | Group | BadRow]:
+def read_conversations(files: Sequence[InputFile]) -> Iterator[Row | BadRow]:
     """Yields every row of the files, in their order.
 
     Raises:
@@ -160,9 +148,7 @@ def read_conversations(
             yield row
 
 
-def parse_conversation(
-    row: Any, where: str, split: str | None = None
-) -> Conversation | Group | BadRow:
+def parse_conversation(row: Any, where: str, split: str | None = None) -> Row | BadRow:
     """Parses one row.
 
     row: what JSON made of it, or a table's row.
@@ -189,21 +175,17 @@ def parse_conversation(
     found: list[Conversation] = []
     turns, seen = _paths(row, its_format)
     for path in turns:
-        one = _conversation(path, its_format, where, split, seen)
+        one = _conversation(path, its_format, where, seen)
         if isinstance(one, BadRow):
             return one
         found += [] if one is None else [one]
     if not found:
         return BadRow(where, f"no reply of {its_format.assistant} to learn")
-    return found[0] if len(found) == 1 else Group(where, tuple(found), split)
+    return Row(where, tuple(found), split)
 
 
 def _conversation(
-    path: Path,
-    its_format: TurnFormat,
-    where: str,
-    split: str | None,
-    seen: set[int],
+    path: Path, its_format: TurnFormat, where: str, seen: set[int]
 ) -> Conversation | BadRow | None:
     """Checks the turns of a path; None: it has no reply to learn.
 
@@ -232,8 +214,7 @@ def _conversation(
     weights = tuple(turn.weight for turn in said[1::2])
     if not any(weights):
         return None
-    weights = weights if {*weights} != {1.0} else ()
-    return Conversation(where, system, exchanges, split, weights)
+    return Conversation(system, exchanges, weights if {*weights} != {1.0} else ())
 
 
 def _paths(
@@ -258,13 +239,12 @@ def _paths(
         begin += [(f"prompt, turn {n}", turn) for n, turn in enumerate(prompt, 1)]
     else:
         begin.append(("prompt", {"role": "user", "content": prompt}))
-    answers = [
-        (f"completion {number}", {"content": text["text"], **text, "role": "assistant"})
-        if isinstance(text, dict) and "text" in text
-        else (f"completion {number}", {"role": "assistant", "content": text})
-        for number, text in enumerate(found, 1)
-    ]
-    return [[*begin, answer] for answer in answers], {id(turn) for _, turn in begin}
+    answers = []
+    for number, text in enumerate(found, 1):
+        fields = text if isinstance(text, dict) and "text" in text else {"text": text}
+        answer = {"content": fields["text"], **fields, "role": "assistant"}
+        answers.append([*begin, (f"completion {number}", answer)])
+    return answers, {id(turn) for _, turn in begin}
 
 
 def _below(place: str, turn: Any) -> list[Path]:

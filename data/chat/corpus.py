@@ -6,7 +6,6 @@ split. Rows of whole documents (`WholeRows`) then hold several, masked from each
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from data.chat.chat_template import ChatTemplate
-from data.chat.conversation import Conversation, Group, read_conversations
+from data.chat.conversation import Conversation, Row, read_conversations
 from data.text.corpus import Summary, write_corpus
 from data.text.parts import Counts
 from data.text.prefix_tree import Document, join_within
@@ -27,7 +26,6 @@ TOO_LONG = {
     "split": "a larger --context-tokens",
 }
 """What becomes of long conversations, and what would keep more of them."""
-Row = Conversation | Group
 LEAST_HELD_OUT = 32
 """Characters for each token of the context: 4 rows, with 8 characters in a token."""
 
@@ -69,10 +67,10 @@ class ChatEncoder:
 
     def note(self, row: Row, counts: Counts) -> None:
         # Answers that are alike add up.
-        counts.weighted += isinstance(row, Group) or bool(row.weights)
+        counts.weighted += len(row.paths) > 1 or bool(row.paths[0].weights)
         if names_special_tokens(row.text):
             counts.markup.add(BadRow(row.where, SPECIAL))
-        if row.system is not None and self._drops_system:
+        if row.paths[0].system is not None and self._drops_system:
             counts.unwritten.add(BadRow(row.where, "the system's words"))
 
     def encode(
@@ -83,49 +81,38 @@ class ChatEncoder:
         A bad row is a conversation that the template refuses, or that has no supervised
         document. `counts` has the tokens that are lost of the others.
         """
-        found: list[list[Document] | BadRow] = []
-        for row in rows:
-            try:
-                trees = self._trees(row)
-            except ValueError as error:
-                found.append(BadRow(row.where, str(error)))
-                continue
-            whole = [text for tree in trees for text in tree]
-            documents, kept = [], 0
-            for tree in trees:
-                cut = [
-                    Document(*(x[: self.context] for x in text[:2])) for text in tree
-                ]
-                # A document's first token is not a target.
-                cut = [text for text in cut if text.weights[1:].any()]
-                kept += sum(text.tokens.size for text in cut)
-                joined = cut if self._apart else join_within(cut, self.context)
-                if counts and 1 < len(joined) < len(cut):
-                    counts.divided.add(BadRow(row.where, self._why_divided))
-                documents += joined
-            found.append(documents or BadRow(row.where, "no reply within the context"))
-            lost = sum(text.tokens.size for text in whole) - kept
-            if documents and lost and counts:
-                counts.cut.add(BadRow(row.where, self._why_cut))
-                counts.lost += lost
-            if counts:
-                counts.apart += kept
-        return found
+        counts = counts or Counts()
+        return [self._encode(row, counts) for row in rows]
 
-    def _trees(self, row: Row) -> list[list[Document]]:
-        """Returns the texts of each tree of a row, of any length.
-
-        Parts of one conversation are trees of their own, as they share little.
-        """
-        paths = [self._parts(path) for path in row.paths]
-        if isinstance(row, Conversation):
-            return paths[0]
-        return [[text for parts in paths for part in parts for text in part]]
+    def _encode(self, row: Row, counts: Counts) -> list[Document] | BadRow:
+        try:
+            paths = [self._parts(path) for path in row.paths]
+        except ValueError as error:
+            return BadRow(row.where, str(error))
+        whole = [text for parts in paths for part in parts for text in part]
+        # Parts of one conversation are trees of their own, as they share little.
+        trees = paths[0] if len(paths) == 1 else [whole]
+        documents, kept = [], 0
+        for tree in trees:
+            cut = [Document(*(x[: self.context] for x in text[:2])) for text in tree]
+            # A document's first token is not a target.
+            cut = [text for text in cut if text.weights[1:].any()]
+            kept += sum(text.tokens.size for text in cut)
+            joined = cut if self._apart else join_within(cut, self.context)
+            if 1 < len(joined) < len(cut):
+                counts.divided.add(BadRow(row.where, self._why_divided))
+            documents += joined
+        counts.apart += kept
+        lost = sum(text.tokens.size for text in whole) - kept
+        if documents and lost:
+            counts.cut.add(BadRow(row.where, self._why_cut))
+            counts.lost += lost
+        return documents or BadRow(row.where, "no reply within the context")
 
     @cached_property
     def _drops_system(self) -> bool:
         """Whether the template writes the same with the system's words as without."""
-        talks = (Conversation("", said, (("x", "y"),)) for said in (None, "SYSTEM"))
+        talks = (Conversation(said, (("x", "y"),)) for said in (None, "SYSTEM"))
         found = [d[-1].tokens for d in map(self._documents, talks) if d]
         # Where one is refused, so is each row.
         return len(found) == 2 and np.array_equal(*found)
@@ -147,10 +134,9 @@ class ChatEncoder:
 
         def documents(count: int) -> list[Document]:
             some = slice(first, first + count)
-            part = replace(
-                conversation, exchanges=exchanges[some], weights=weights[some]
+            return self._documents(
+                Conversation(conversation.system, exchanges[some], weights[some])
             )
-            return self._documents(part)
 
         while first < len(exchanges):
             counts = range(1, len(exchanges) - first + 1)

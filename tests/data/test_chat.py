@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.chat.chat_template import ChatTemplate, open_template
-from data.chat.conversation import Conversation, read_conversations
+from data.chat.conversation import Conversation, Row, read_conversations
 from data.chat.conversation import parse_conversation as parse
 from data.chat.corpus import ChatEncoder, prepare_chats
 from data.text.row_files import InputFile
@@ -22,7 +22,7 @@ END = "\0"
 
 
 def talk(*exchanges, system="S"):
-    return Conversation("here", system, exchanges)
+    return Row("here", (Conversation(system, exchanges),))
 
 
 def encoder(
@@ -179,7 +179,7 @@ BEGIN, LONG = f"S USER: a ASSISTANT: b{END}", f"USER: b ASSISTANT: {'x' * 90}{EN
 def test_what_is_cut_off_is_counted(tmp_path, too_long, cut, more):
     """But not of bad rows."""
     talks = ["ab"], ["ab", ("b", "x" * 90), "cd"], [("q" * 90, "not in the context")]
-    found = [talk(*exchanges).messages for exchanges in talks]
+    found = [talk(*exchanges).paths[0].messages for exchanges in talks]
     source = write(tmp_path / "in.json", [{"messages": turns} for turns in found])
 
     def said(name, context):
@@ -196,7 +196,7 @@ def test_a_template_that_drops_the_system_s_words_says_so(tmp_path):
     source = "{% for m in messages if m.role != 'system' %}{{ m.content }}"
     source += "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     talks = [talk((f"{i}", "x"), system=s) for i, s in enumerate((*"SST", None))]
-    rows = [{"messages": one.messages} for one in talks]
+    rows = [{"messages": one.paths[0].messages} for one in talks]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     drops = ChatEncoder(ChatTemplate("x", source, BYTES), context_tokens=100)
     for name, one in ("drops", drops), ("writes", encoder()):
@@ -223,8 +223,8 @@ def test_turns_become_exchanges():
     more = [("human", "And you?"), ("gpt", "Well.")]
     parsed = parse(row(("system", "Be kind."), *HELLO, *more, id="x7"), "f")
     exchanges = ("Hello", "Hi!"), ("And you?", "Well.")
-    assert parsed == Conversation("f (id x7)", "Be kind.", exchanges)
-    assert parse(row(*HELLO), "f").system is None
+    assert parsed == Row("f (id x7)", (Conversation("Be kind.", exchanges),))
+    assert parse(row(*HELLO), "f").paths[0].system is None
 
 
 @pytest.mark.parametrize("name", ["system", "system_prompt"])
@@ -256,9 +256,9 @@ def test_groups_are_conversations_in_which_each_reply_counts_once():
 
 def test_a_reply_without_question_and_a_question_without_reply_are_left_out():
     turns = [("gpt", "First?"), *HELLO, ("human", "Bye")]
-    assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
+    assert parse(row(*turns), "f").paths[0].exchanges == (("Hello", "Hi!"),)
     turns = [("system", "Be kind."), *turns]
-    assert parse(row(*turns), "f").exchanges == (("Hello", "Hi!"),)
+    assert parse(row(*turns), "f").paths[0].exchanges == (("Hello", "Hi!"),)
 
 
 @pytest.mark.parametrize("text, said", pairs("bad_conversations.txt"))
@@ -290,7 +290,7 @@ def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
         f"{lines}:3",
         f"{lines}:4 (id b)",
     ]
-    assert [isinstance(r, Conversation) for r in rows] == [True, 0, True, 0, 0]
+    assert [isinstance(r, Row) for r in rows] == [True, 0, True, 0, 0]
     assert rows[3].reason.startswith("no JSON (Expecting property name")
     assert rows[0].text == rows[2].text
 

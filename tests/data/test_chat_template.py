@@ -37,7 +37,7 @@ EXCHANGES = (("Hi?", "Hello."), ("Wie heißt 猫?", "Katze 🙂"))
 
 
 def talk(system, *exchanges):
-    return Conversation("here", system, exchanges).messages
+    return Conversation(system, exchanges).messages
 
 
 @pytest.fixture(scope="module")

@@ -227,7 +227,7 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
             stub.tokens = [*tokenizer.encode(f" {reply} "), stop_token, 50, 50]
             text = "".join(writer.write(None, f" {user}\n", number))
             assert text == f" {reply} "
-            talk = Conversation("here", "Be brief.", tuple(said[: number + 1]))
+            talk = Conversation("Be brief.", tuple(said[: number + 1]))
             (trained,) = template.documents(talk.messages)
             answer = len(tokenizer.encode(reply)) + 2  # <|im_end|> and a newline
             assert stub.prompts[-1] == trained.tokens[:-answer].tolist()
