@@ -107,7 +107,11 @@ class Tokenizer:
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of the token of this name, as "<s>"; None if none."""
-        raise NotImplementedError
+        return None
+
+    def token_name(self, token: int) -> str | None:
+        """Returns the name of the token of this id; None if none."""
+        return None
 
 
 class ByteTokenizer(Tokenizer):
@@ -132,9 +136,6 @@ class ByteTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    def token_id(self, name: str) -> int | None:
-        return None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -169,9 +170,8 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # The number of entries is too small where the ids have gaps.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        names = [name for name in END_OF_DOCUMENT_NAMES if name in vocabulary]
-        self.stop_tokens = read_stop_tokens(path, self.vocab_size, vocabulary.get)
-        self.stop_tokens = self.stop_tokens or tuple(vocabulary[n] for n in names[:1])
+        known = [vocabulary[n] for n in END_OF_DOCUMENT_NAMES if n in vocabulary]
+        self.stop_tokens = read_stop_tokens(self) or tuple(known[:1])
         if not self.stop_tokens:
             raise ValueError(
                 f"{path} has no token to end a document with, none of "
@@ -193,8 +193,11 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = {t.content: i for i, t in added.items() if t.special}
         self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
-        begin, name_of = self._own_begin(), self._tokenizer.id_to_token
-        self.begin_of_document, self.names = read_names(self, path, begin, name_of)
+        # What the file's post-processor puts before a text.
+        encoding = self._tokenizer.encode(UNKNOWN)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        begin = [token for token, _ in takewhile(lambda pair: pair[1], marked)]
+        self.begin_of_document, self.names = read_names(self, begin)
 
     def encode_all(
         self, texts: Sequence[str], *, is_behind: bool = False
@@ -222,6 +225,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(name)
 
+    def token_name(self, token: int) -> str | None:
+        return self._tokenizer.id_to_token(token)
+
     @cached_property
     def _behind(self) -> "tokenizers.Tokenizer":
         """The tokenizer of texts behind a special token.
@@ -238,12 +244,6 @@ class HuggingFaceTokenizer(Tokenizer):
         behind = type(self._tokenizer).from_str(content)
         behind.encode_special_tokens = True
         return behind
-
-    def _own_begin(self) -> list[int]:
-        """Returns the ids that the file's post-processor puts before a text."""
-        encoding = self._tokenizer.encode(UNKNOWN)
-        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
 
     def _loses_letters(self, vocabulary: Mapping[str, int]) -> bool:
         """Returns whether letters that the vocabulary lacks are left out in silence.
@@ -290,12 +290,11 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(
                 f"{path} has no end-of-sentence id: train the model with an eos_id"
             )
-        others = read_stop_tokens(path, self.vocab_size, self.token_id)
-        self.stop_tokens = tuple(dict.fromkeys((end, *others)))
-        pieces = {i: self._model.id_to_piece(i) for i in range(self.vocab_size)}
-        self.special = {pieces[i]: i for i in filter(self._model.is_control, pieces)}
+        self.stop_tokens = tuple(dict.fromkeys((end, *read_stop_tokens(self))))
+        control = filter(self._model.is_control, range(self.vocab_size))
+        self.special = {self.token_name(token): token for token in control}
         begin = [self._model.bos_id()] if self._model.bos_id() >= 0 else []
-        self.begin_of_document, self.names = read_names(self, path, begin, pieces.get)
+        self.begin_of_document, self.names = read_names(self, begin)
         one, two = self.encode("a"), self.encode("a a")
         self._adds_space = np.array_equal(two, np.concatenate([one, one]))
 
@@ -316,7 +315,10 @@ class SentencePieceTokenizer(Tokenizer):
     def token_id(self, name: str) -> int | None:
         # That of the unknown token, where the name is unknown.
         found = self._model.piece_to_id(name)
-        return found if self._model.id_to_piece(found) == name else None
+        return found if self.token_name(found) == name else None
+
+    def token_name(self, token: int) -> str | None:
+        return self._model.id_to_piece(token)
 
 
 def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:

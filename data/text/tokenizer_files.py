@@ -8,7 +8,7 @@ How chats are written is in chat_template.jinja, or in a field of other files.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,52 +32,44 @@ FILES = (
 )
 
 
-def read_stop_tokens(
-    tokenizer: Path, vocab_size: int, token_id: Callable[[str], int | None]
-) -> tuple[int, ...]:
+def read_stop_tokens(tokenizer: "Tokenizer") -> tuple[int, ...]:
     """Returns the ids, each once, the one that ends a document first; () if unknown.
-
-    tokenizer: file that the others lie beside. vocab_size: ids are below it.
-    token_id: from a token's name to its id, None for an unknown name.
 
     Raises:
       ValueError: a file is damaged, or names a token that the tokenizer lacks.
     """
     found: dict[int, None] = {}  # an ordered set
     for file, key in FILES:
-        path = tokenizer.with_name(file)
+        path = tokenizer.path.with_name(file)
         named = _name(_read(path).get(key))
         for name in named if isinstance(named, list) else [named]:
             # Early conversions of LLaMA have "" there.
             if name is None or name == "":
                 continue
-            token = token_id(name) if isinstance(name, str) else name
-            if type(token) is not int or not 0 <= token < vocab_size:
+            token = tokenizer.token_id(name) if isinstance(name, str) else name
+            if type(token) is not int or not 0 <= token < tokenizer.vocab_size:
                 raise ValueError(
-                    f"{path} has {key} {short(name)}, which is no token of {tokenizer}:"
-                    f" name one of its tokens, or an id from 0 to {vocab_size - 1}"
+                    f"{path} has {key} {short(name)}, which is no token of "
+                    f"{tokenizer.path}: name one of its tokens, or an id from 0 to "
+                    f"{tokenizer.vocab_size - 1}"
                 )
             found[token] = None
     return tuple(found)
 
 
 def read_names(
-    tokenizer: "Tokenizer",
-    path: Path,
-    own: Sequence[int],
-    name_of: Callable[[int], str | None],
+    tokenizer: "Tokenizer", own: Sequence[int]
 ) -> tuple[tuple[int, ...], dict[str, str]]:
     """Returns the ids that every text begins with, () for none, and tokens' names.
 
     These by their use, as {"bos_token": "<s>"}.
 
-    path: of the tokenizer. own: ids that it puts before a text where no file says
-      otherwise.
+    own: ids that it puts before a text where no file says otherwise.
 
     Raises:
       ValueError: the file is damaged, or names a token that the tokenizer lacks.
     """
-    file = path.with_name(TOKENIZER_CONFIG)
+    file = tokenizer.path.with_name(TOKENIZER_CONFIG)
     config = _read(file)
     adds = config.get("add_bos_token")
     if adds not in (None, True, False):
@@ -89,14 +81,15 @@ def read_names(
         token = tokenizer.token_id(name)
         if token is None:
             raise ValueError(
-                f"{file} has bos_token {short(name)}, which is no token of {path}: "
-                'name one of its tokens, or say "add_bos_token": false'
+                f"{file} has bos_token {short(name)}, which is no token of "
+                f'{tokenizer.path}: name one of its tokens, or say "add_bos_token": '
+                "false"
             )
         begin = (token,)
-    begins = [*map(name_of, begin)]
+    begins = [*map(tokenizer.token_name, begin)]
     begins += [name for name in BEGIN_NAMES if name in tokenizer.special]
     known = {"bos_token": begins[0]} if begins else {}
-    known |= {"eos_token": name_of(tokenizer.end_of_document)} | said
+    known |= {"eos_token": tokenizer.token_name(tokenizer.end_of_document)} | said
     return begin, {use: name for use, name in known.items() if name}
 
 
