@@ -1,10 +1,9 @@
 """JSON that others wrote: its value, or one line that says what is wrong with it."""
 
-import contextlib
 import json
 import reprlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,14 @@ def parse_json(text: str | bytes) -> Any:
       ValueError: it is not JSON, or has not one meaning and within reason: a name that
         stands twice in an object, thousands of brackets or digits.
     """
-    with _within_reason():
+    try:
         return json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError("its lists and objects lie too deep in each other") from error
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):
+            raise ValueError("it has an integer of thousands of digits") from error
+        raise
 
 
 def check_size(size: int, what: str) -> None:
@@ -30,18 +35,6 @@ def check_size(size: int, what: str) -> None:
             f"{what} has more than {MOST_OF_ONE:,} bytes, and is held whole: split it "
             "into several rows or files"
         )
-
-
-@contextlib.contextmanager
-def _within_reason() -> Iterator[None]:
-    try:
-        yield
-    except RecursionError as error:
-        raise ValueError("its lists and objects lie too deep in each other") from error
-    except ValueError as error:
-        if "set_int_max_str_digits" in str(error):
-            raise ValueError("it has an integer of thousands of digits") from error
-        raise
 
 
 def read_json_object(path: Path, remedy: str = "copy it again") -> dict[str, Any]:

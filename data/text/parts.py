@@ -28,7 +28,7 @@ from data.text import units
 from data.text.holdout import mark
 from data.text.prefix_tree import Document, as_mask
 from data.text.row_files import InputFile
-from data.text.skipped import MOST_REPORTED, BadRow, Skipped, stop_at
+from data.text.skipped import MOST_REPORTED, BadRow, Skipped
 from data.text.tokenizer import Tokenizer
 from data.text.units import Unit
 
@@ -136,7 +136,9 @@ class Part:
     def skip(self, row: BadRow, *, stops: bool) -> None:
         """Counts a row without documents; if it stops, a bad one raises ValueError."""
         if row.is_error and stops:
-            stop_at(row)
+            raise ValueError(
+                f"{row}: mend or remove it, or leave out all such (--bad-rows skip)"
+            )
         if row.is_error and len(self.errors) < MOST_REPORTED:
             self.errors.append(row)
         self.counts.skipped.add(row)
@@ -198,7 +200,7 @@ class PartMaker:
         """Makes the part of a unit; returns where it is.
 
         Raises:
-          OSError, ValueError: a file is damaged or changes, or as `stop_at`.
+          OSError, ValueError: a file is damaged or changes, or a row stops it.
         """
         path = self.path(unit)
         made = Part(path.with_suffix(".arrays"))

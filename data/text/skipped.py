@@ -79,13 +79,6 @@ class Skipped:
         return lines
 
 
-def stop_at(row: BadRow) -> None:
-    """Raises ValueError: for those that no row may be bad."""
-    raise ValueError(
-        f"{row}: mend or remove it, or leave out all such (--bad-rows skip)"
-    )
-
-
 def printable(text: str) -> str:
     """Escapes letters of file names that a terminal would obey, or cannot show."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -101,7 +101,7 @@ class TokenFile:
             spec = _tokenizer(directory, meta["tokenizer"])
             has_loss_mask = truth(meta, "has_loss_mask")
             loss_dtype = "float32" if truth(meta, "has_weights") else "uint8"
-            most = intervals(directory)
+            most = whole_number("intervals", meta.get("intervals", 1), 1)
             parts = whole_number("segments", meta["segments"][split] if most > 1 else 0)
         if counts.documents == 0:
             raise ValueError(
@@ -198,16 +198,18 @@ def vocab_size(directory: Path) -> int:
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
-    meta = FORMAT.read_index(place(directory))
-    with FORMAT.parsing(place(directory), "a vocabulary"):
-        return whole_number("vocab_size", meta["vocab_size"], 1)
+    return _read_number(directory, "vocab_size", None)
 
 
 def intervals(directory: Path) -> int:
     """Returns how many intervals of keys a corpus' tokens see, as `vocab_size` does."""
+    return _read_number(directory, "intervals", 1)
+
+
+def _read_number(directory: Path, name: str, default: int | None) -> int:
     meta = FORMAT.read_index(place(directory))
-    with FORMAT.parsing(place(directory), "trees"):
-        return whole_number("intervals", meta.get("intervals", 1), 1)
+    with FORMAT.parsing(place(directory), name):
+        return whole_number(name, meta.get(name, default), 1)
 
 
 @dataclass
