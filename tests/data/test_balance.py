@@ -37,10 +37,10 @@ def ordered(plans, request):
     return plan, drawn, Balanced(drawn, plan.work, BATCH, STEPS)
 
 
-def read(plan, order, first=0, count=COUNT):
-    """Rows that the order reads, from the first place to the last."""
+def read(plan, order, count=COUNT):
+    """The first rows that the order reads."""
     sequence = order.sequence(plan.rows)
-    return np.array([sequence[place] for place in range(first, count)])
+    return np.array([sequence[place] for place in range(count)])
 
 
 def test_windows_have_the_rows_as_drawn_and_steps_have_neighbours_by_work(ordered):
@@ -67,13 +67,6 @@ def test_rings_beside_each_other_wait_less_than_half(ordered, rings):
         work = work.reshape(-1, rings, BATCH // rings).sum(axis=2)
         waits.append(work.max(axis=1).sum() / work.mean(axis=1).sum() - 1)
     assert waits[1] < waits[0] / 2
-
-
-def test_a_resumed_run_reads_the_rows_of_an_undisturbed_one(ordered):
-    plan, _, order = ordered
-    undisturbed = read(plan, order)
-    for first in (WINDOW - 1, 3 * WINDOW + 1, COUNT - 1):
-        np.testing.assert_array_equal(read(plan, order, first), undisturbed[first:])
 
 
 def test_an_order_with_an_end_has_every_row_once_and_the_rest_last(plans):

@@ -12,7 +12,7 @@ from data.rows import InOrder, PackedRows, Shuffled, TextBatches
 from data.text.corpus import prepare
 from data.text.token_file import TokenFile
 from data.text.tokenizer import open_tokenizer
-from kernels.layouts import Striped, Zigzag, order
+from kernels.layouts import Striped
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face
 from tests.small.corpora import assert_same_batch, make_corpus
@@ -82,32 +82,6 @@ def test_held_out_rows_are_mixed_in_order_and_none_is_read_twice():
     found = rows_of(sequence, len(sequence))
     assert sorted(found) == sorted({*found})
     assert [row for number, row in found if number == 0] == [*range(40)]
-
-
-@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
-def test_a_batch_is_the_same_on_every_mesh_and_at_every_start(plans, layout):
-    mixed = MixedRows(plans), MixedOrder(ROWS, (0.6, 0.3, 0.1), Shuffled(11))
-
-    def batches(rows, columns, ring):
-        blocks = [
-            Block((row, row + rows), (column, column + columns))
-            for row in range(0, 8, rows)
-            for column in range(0, LENGTH, columns)
-        ]
-        return TextBatches(mixed[0], blocks, 8, layout, ring, mixed[1])
-
-    whole, parts = batches(8, LENGTH, 4), batches(2, 4, 4)
-    for step in (0, 7, 12345):
-        (expected,) = whole[step].values()
-        for block, batch in parts[step].items():
-            own = type(batch)(
-                *(a[slice(*block.rows), slice(*block.columns)] for a in expected)
-            )
-            assert_same_batch(batch, own)
-    # Tokens are their places in their corpus: rows begin at multiples of the length.
-    (batch,) = whole[0].values()
-    first = batch.tokens[:, np.argmin(order(layout, 4, LENGTH))]
-    assert (first % LENGTH == 0).all() and len({*first.tolist()}) > 4
 
 
 def test_rows_of_a_mixture_are_those_of_its_parts(plans):

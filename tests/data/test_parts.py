@@ -67,25 +67,26 @@ def test_units_are_lines_row_groups_batches_and_small_files(inputs, monkeypatch)
     assert sum(unit.bytes for unit in found) == pytest.approx(whole[0].bytes, abs=99)
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 700, 5000])
-def test_units_change_no_byte(inputs, tmp_path, monkeypatch, unit_bytes):
-    expected = prepare(inputs, tmp_path / "one", ByteTokenizer())
-    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
-    found = prepare(inputs, tmp_path / "other", ByteTokenizer(), workers=1)
-    assert content(tmp_path / "one") == content(tmp_path / "other")
-    lines = str(expected).splitlines()[:-1]
-    assert str(found).splitlines()[:-1] == lines
-
-
-@pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "bytes"])
-def test_processes_change_no_byte(inputs, tmp_path, monkeypatch, specs, kind):
+@pytest.mark.parametrize(
+    "unit_bytes, workers, kind",
+    [
+        (1, 1, "bytes"),
+        (700, 1, "bytes"),
+        (5000, 1, "bytes"),
+        pytest.param(3000, 2, "huggingface", marks=pytest.mark.quick),
+        pytest.param(3000, 3, "huggingface", marks=pytest.mark.thorough),
+        pytest.param(3000, 3, "sentencepiece", marks=pytest.mark.thorough),
+    ],
+)
+def test_units_and_processes_change_no_byte(
+    inputs, tmp_path, monkeypatch, specs, unit_bytes, workers, kind
+):
     tokenizer = open_tokenizer(specs[kind])
-    prepare(inputs, tmp_path / "one", tokenizer)
-    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
-    for workers in 2, 3:
-        prepare(inputs, tmp_path / f"{workers}", tokenizer, workers=workers)
-        assert content(tmp_path / "one") == content(tmp_path / f"{workers}")
+    expected = prepare(inputs, tmp_path / "one", tokenizer, workers=1)
+    monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
+    found = prepare(inputs, tmp_path / "other", tokenizer, workers=workers)
+    assert content(tmp_path / "one") == content(tmp_path / "other")
+    assert str(found).splitlines()[:-1] == str(expected).splitlines()[:-1]
 
 
 @pytest.mark.thorough
