@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .checks import check_shards, checked_axes
-from .known import checked_ids
+from .checks import check_shards, checked_axes, checked_ids
 from .layouts import Layout, check_length, permute
 
 

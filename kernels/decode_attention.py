@@ -23,7 +23,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from . import checks
 from .backends.reference import masked
-from .known import known
 from .masks import Visible, in_interval
 from .merge import Partial, merge, merge_over
 from .placement import over_mesh
@@ -212,7 +211,7 @@ def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:
 def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
     if not jnp.issubdtype(jnp.result_type(place), jnp.integer):
         raise ValueError(f"{name} must be an integer, got {jnp.result_type(place)}")
-    value = known(place)
+    value = checks.known(place)
     if value is not None and not 0 <= value < stop:
         raise ValueError(
             f"{name} must be from 0 to {stop - 1} in this cache, got {value}"

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from .known import whole_number
+from .checks import whole_number
+from .visible import Array
 
-Array = jax.Array | np.ndarray
 Number = int | Array
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .known import (
+from .checks import (
     check_covered,
     check_signed,
     checked_ids,

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from . import checks
-from .backends import Backend, blockwise, choose, reference
+from .backends import Backend
 from .layouts import Contiguous
 from .masks import Mask, Visible, causal, full
-from .placement import check_local, varying_alike
-from .ring.attend import Ring, attend
+from .ring_attention import ring_attention
 
 
 def attention(
@@ -81,21 +80,21 @@ def attention_with_lse(
       visible keys; with sinks, which the sum contains, never. Both are differentiable.
     """
     checks.check_operands(q, k, v)
-    scale = checks.checked_scale(scale, q.shape[-1])
-    soft_cap = checks.checked_soft_cap(soft_cap)
-    sinks = checks.checked_sinks(sinks, q)
-    backend = choose(implementation, q.dtype)
-    if backend is not reference:
-        check_local("attention", backend is not blockwise, q, k, v)
-    q, k, v, sinks = varying_alike(q, k, v, sinks)
-    ring = Ring(None, 1, Contiguous(), scale, backend, soft_cap)
     queries, keys = (jnp.arange(x.shape[1], dtype=jnp.int32) for x in (q, k))
     mask = full()
     if isinstance(visible, Mask):
         mask, visible = visible, visible(queries, k.shape[1])
-    bounds = checks.checked_bounds(q, visible, k.shape[1])
-    q = mask.fill_padding(q, queries)
-    k, v = (mask.fill_padding(x, keys) for x in (k, v))
-    out, lse = attend(ring, q, k, v, sinks, *bounds.intervals())
+    out, lse = ring_attention(
+        mask.fill_padding(q, queries),
+        *(mask.fill_padding(x, keys) for x in (k, v)),
+        *checks.check_visible(q, visible),
+        axis_name=(),
+        layout=Contiguous(),
+        scale=scale,
+        sinks=sinks,
+        soft_cap=soft_cap,
+        implementation=implementation,
+        with_lse=True,
+    )
     lse = mask.fill_padding(lse, queries, -jnp.inf, axis=2)
     return mask.fill_padding(out, queries), lse

@@ -66,10 +66,10 @@ def _varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def check_local(name: str, is_kernel: bool, *operands: jax.Array) -> None:
+def check_local(is_kernel: bool, *operands: jax.Array) -> None:
     """Refuses operands that no loop or kernel of one device can take.
 
-    name: of the function that was called. is_kernel: and not a loop of XLA's.
+    is_kernel: and not a loop of XLA's.
 
     Raises:
       ValueError: `shard_map` checks how they vary over the mesh, or explicit axes shard
@@ -78,14 +78,14 @@ def check_local(name: str, is_kernel: bool, *operands: jax.Array) -> None:
     types = [jax.typeof(x) for x in operands]
     if is_kernel and any(map(_varying, operands)):
         raise ValueError(
-            f"{name} must run in jax.shard_map(..., check_vma=False), or with "
+            "attention must run in jax.shard_map(..., check_vma=False), or with "
             "implementation='blockwise': kernels cannot declare how their results vary "
             "over the mesh"
         )
     sharded = {name for kind in types for name in _axes(kind.sharding)}
     if sharded:
         raise ValueError(
-            f"{name} is of one device, and its operands are sharded over "
+            "attention here is of one device, and its operands are sharded over "
             f"{', '.join(sorted(sharded))}: use make_ring_attention(mesh, "
             "layout=Contiguous(), ring_axes=()), or implementation='reference'"
         )

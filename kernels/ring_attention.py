@@ -83,7 +83,7 @@ def ring_attention(
     sinks = checks.checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
     if backend is not reference:
-        check_local("ring_attention", backend is not blockwise, q, k, v)
+        check_local(backend is not blockwise, q, k, v)
     q, k, v, sinks = varying_alike(q, k, v, sinks)
     sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
     ring = Ring(*sizes, route=route or all_shards(size, None))
@@ -255,25 +255,15 @@ def _over_mesh(
 ) -> Callable[..., Any]:
     """Maps `ring_attention` over the shards of global q, k, v, bounds and sinks."""
 
-    def run(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        visible: Visible,
-        sinks: jax.Array | None,
-    ) -> Any:
+    def run(q: jax.Array, k: Any, v: Any, visible: Visible, sinks: Any) -> Any:
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads, None)
         lse = PartitionSpec(axes.batch, axes.heads, axes.tokens)
         *intervals, rows, _ = visible.k_start.shape
         rows = None if rows == 1 else axes.batch
         bound = PartitionSpec(*(None for _ in intervals), rows, axes.tokens)
-        in_specs = {"q": array, "k": array, "v": array, "k_start": bound}
-        in_specs |= {"k_end": bound, "sinks": PartitionSpec(axes.heads)}
-        operands = {"q": q, "k": k, "v": v, **visible._asdict(), "sinks": sinks}
-        if sinks is None:
-            del in_specs["sinks"], operands["sinks"]
+        specs = *(array,) * 3, bound, bound, PartitionSpec(axes.heads)
         results = (array, lse) if with_lse else array
-        call = over_mesh(lambda given: local(**given), mesh, (in_specs,), results)
-        return call(operands)
+        call = over_mesh(lambda *x: local(*x[:5], sinks=x[5]), mesh, specs, results)
+        return call(q, k, v, *visible, sinks)
 
     return run

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .known import checked_ids, known, whole_number
+from .checks import checked_ids, known, whole_number
 from .masks import Mask
 from .visible import Array, Visible
 

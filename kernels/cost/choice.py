@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..backends import blockwise
+from ..checks import whole_number
 from ..chips import CHIPS, Chip, find, measured
 from ..device import device_kind, rings_both_ways
-from ..known import whole_number
 from ..layouts import Contiguous, Layout, Striped, Zigzag, padded_length
 from .clock import PRODUCTS, Heads, Ring, Times
 from .work import Row
