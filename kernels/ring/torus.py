@@ -45,8 +45,7 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
     parts: into which the ring is cut, one after the other; if several, they are boxes
       where the longest side divides into them evenly.
     """
-    line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
-    places = places_of(line)
+    places = places_of(lines_along(devices, axis)[0])
     if places is None:
         return devices
     return np.take(devices, closed_walk(places, by_rows=parts > 1), axis=axis)
@@ -57,11 +56,13 @@ def is_closed(devices: np.ndarray, axis: int) -> bool:
 
     So they do too where devices do not know their place. All lines are alike.
     """
-    line = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])[0]
-    places = places_of(line)
-    if places is None or len(places) == 1:
-        return True
-    return _is_closed(places)
+    places = places_of(lines_along(devices, axis)[0])
+    return places is None or len(places) == 1 or _is_closed(places)
+
+
+def lines_along(devices: np.ndarray, axis: int) -> np.ndarray:
+    """Returns the lines of a mesh's devices along an axis, a row each."""
+    return np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
 
 
 def pairs_along(devices: np.ndarray, axis: int) -> tuple[Groups, Groups] | None:
@@ -74,7 +75,7 @@ def pairs_along(devices: np.ndarray, axis: int) -> tuple[Groups, Groups] | None:
       Numbers in each line of all lower ends of pairs and of all upper ends; and of both
       of each pair. None where devices know no place, or pairs do not all lie alike.
     """
-    lines = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
+    lines = lines_along(devices, axis)
     first, *others = (_pairs(places_of(line)) for line in lines)
     return first if all(other == first for other in others) else None
 
@@ -121,22 +122,17 @@ def in_boxes(
       them has an even side.
     """
     places = places_of(devices)
-    if places is None:
+    numbers = None if places is None else _box(places)
+    if numbers is None:
         return None
-    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
-    lengths = tuple(map(len, sides))
-    if math.prod(lengths) != len(places) or len(set(places)) != len(places):
-        return None
-    every = _boxes(lengths, tuple(shape), axis)
+    every = _boxes(numbers.shape, tuple(shape), axis)
     cuts = min(every, default=None, key=lambda cuts: _extents(cuts, axis))
     if cuts is None:
         return None
-    grid = np.empty(lengths, object)
-    for device, at in zip(devices, places, strict=True):
-        grid[tuple(side.index(x) for side, x in zip(sides, at, strict=True))] = device
     # Chips of a box are next to each other: the last, fastest part of each side.
     ranks = len(shape)
     nested = [i for i in range(ranks) if i != axis] + [axis]
+    grid = np.array(devices, object)[numbers]
     grid = grid.reshape([cut[i] for cut in cuts for i in nested])
     order = [
         side * ranks + nested.index(i)
@@ -146,29 +142,35 @@ def in_boxes(
     return grid.transpose(order).reshape(shape)
 
 
+def _box(places: Sequence[Place]) -> np.ndarray | None:
+    """Returns the numbers of places by side; None where they do not fill a box."""
+    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+    numbers = np.full([len(side) for side in sides], -1)
+    for number, place in enumerate(places):
+        at = tuple(side.index(x) for side, x in zip(sides, place, strict=True))
+        numbers[at] = number
+    return numbers if numbers.size == len(places) and numbers.min() >= 0 else None
+
+
 def _boxes(
     lengths: Sequence[int], shape: Shape, axis: int
 ) -> Iterator[tuple[Shape, ...]]:
-    """Lists the ways to cut each side over the mesh's axes, with boxes along `axis`."""
-    for cuts in _cuts(lengths, shape):
+    """Lists the ways to cut each side over the mesh's axes, with boxes along `axis`.
+
+    The factors of a side multiply to its length, those of an axis to its devices.
+    """
+    sides = []
+    for length in lengths:
+        common = [math.gcd(length, n) for n in shape]
+        factors = ([n for n in range(1, most + 1) if most % n == 0] for most in common)
+        ways = itertools.product(*factors)
+        sides.append([cut for cut in ways if math.prod(cut) == length])
+    for cuts in itertools.product(*sides):
         box = [cut[axis] for cut in cuts]
         is_wide = any(n % 2 == 0 for n in box) and sum(n > 1 for n in box) > 1
-        if is_wide or shape[axis] == 2:
+        is_whole = tuple(map(math.prod, zip(*cuts, strict=True))) == shape
+        if is_whole and (is_wide or shape[axis] == 2):
             yield cuts
-
-
-def _cuts(lengths: Sequence[int], shape: Shape) -> Iterator[tuple[Shape, ...]]:
-    """Lists the ways to cut each side into factors whose products are the shape."""
-    if not lengths:
-        if math.prod(shape) == 1:
-            yield ()
-        return
-    common = [math.gcd(lengths[0], n) for n in shape]
-    factors = ([n for n in range(1, most + 1) if most % n == 0] for most in common)
-    for cut in itertools.product(*factors):
-        if math.prod(cut) == lengths[0]:
-            left = tuple(n // m for n, m in zip(shape, cut, strict=True))
-            yield from ((cut, *rest) for rest in _cuts(lengths[1:], left))
 
 
 def _extents(cuts: Sequence[Shape], axis: int) -> tuple[int, ...]:
@@ -196,18 +198,11 @@ def closed_walk(places: Sequence[Place], *, by_rows: bool = False) -> list[int]:
     by_rows: whether it goes along the longest side once, row by row, and closes only
       around a torus.
     """
-    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
-    shape = tuple(map(len, sides))
-    if math.prod(shape) != len(places):
+    numbers = _box(places)
+    if numbers is None:
         return list(range(len(places)))
-    number = {
-        tuple(side.index(at) for side, at in zip(sides, place, strict=True)): i
-        for i, place in enumerate(places)
-    }
-    if len(number) != len(places):
-        return list(range(len(places)))
-    walk = _rows(shape) if by_rows else _walk(shape)
-    return [number[place] for place in walk]
+    walk = _rows(numbers.shape) if by_rows else _walk(numbers.shape)
+    return [int(numbers[place]) for place in walk]
 
 
 def _walk(shape: Shape) -> list[Place]:
@@ -249,10 +244,8 @@ def _loop(shape: tuple[int, ...]) -> list[Place]:
         for row in range(shape[even])
         for column in (rest if row % 2 == 0 else reversed(rest))
     ]
-    if rest:
-        back = [(row, edge) for row in reversed(range(shape[even]))]
-    else:
-        back = [(row, edge) for row in range(shape[even])]
+    rows = range(shape[even])
+    back = [(row, edge) for row in (reversed(rows) if rest else rows)]
     return [(*at[:even], row, *at[even:]) for row, at in there + back]
 
 
