@@ -84,10 +84,15 @@ def attention_with_lse(
     mask = full()
     if isinstance(visible, Mask):
         mask, visible = visible, visible(queries, k.shape[1])
+    q = mask.fill_padding(q, queries)
+    k, v = (mask.fill_padding(x, keys) for x in (k, v))
+    k_start, k_end = checks.check_visible(q, visible)
     out, lse = ring_attention(
-        mask.fill_padding(q, queries),
-        *(mask.fill_padding(x, keys) for x in (k, v)),
-        *checks.check_visible(q, visible),
+        q,
+        k,
+        v,
+        k_start,
+        k_end,
         axis_name=(),
         layout=Contiguous(),
         scale=scale,
