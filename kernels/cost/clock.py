@@ -190,7 +190,7 @@ class Ring:
         """Returns the ring of the "front" or the "tail" of the queries."""
         return replace(self, sequence=replace(self.sequence, part=name))
 
-    @property
+    @functools.cached_property
     def schedule(self) -> Schedule:
         """The chunks that the ring sends; counted ones as far as the count."""
         size = self.sequence.ring_size
@@ -223,27 +223,24 @@ class Ring:
 
     def times(self, chip: Chip, direction: str) -> Times:
         """Returns the seconds of a pass."""
-        schedule = self.schedule
-        last, spent = schedule.last, self._chunk_seconds(schedule, chip, direction)
+        last, spent = self.schedule.last, self._chunk_seconds(chip, direction)
         total = outlasting = 0.0
         for step, weight in sampled(last + 1):
-            computed = self._kernels(schedule, step, spent)
+            computed = self._kernels(step, spent)
             total += weight * computed
             # Half of the local block waits for the last gradients to come home.
             is_first_back = direction == "backward" and step == 0
             beside = computed * (0.5 if is_first_back else 1)
-            sent = self._sent(schedule, step, chip, direction)
+            sent = self._sent(step, chip, direction)
             outlasting += weight * max(0.0, sent - beside)
             if is_first_back and last:
-                home = self._home(schedule, chip)
+                home = self._home(chip)
                 # A ring that counts its steps brings them home with nothing beside.
                 outlasting += max(0.0, home - beside * (self.count is None))
         small = SMALL[direction] * last if chip.name.startswith("TPU") else 0.0
         return Times(total, outlasting, small)
 
-    def _chunk_seconds(
-        self, schedule: Schedule, chip: Chip, direction: str
-    ) -> list[np.ndarray]:
+    def _chunk_seconds(self, chip: Chip, direction: str) -> list[np.ndarray]:
         """Returns the seconds of each chunk's kernel: (devices, shards)."""
         each = speed(chip, direction)
         width = padded(self.heads.size) / LANES
@@ -253,7 +250,7 @@ class Ring:
             waited = self.rows * self.heads.key_value * WAITED[direction] * width
             waited /= chip.hbm_bytes_per_second
         found, begin = [], self.sequence.slots[0]
-        for chunk in schedule.chunks:
+        for chunk in self.schedule.chunks:
             first, end = chunk.slots
             sequence, span = self.sequence, (begin + first, begin + end)
             if span != sequence.slots:
@@ -268,28 +265,24 @@ class Ring:
             found.append(share * (heads * tiles + waited))
         return found
 
-    def _kernels(self, schedule: Schedule, step: int, spent: list[np.ndarray]) -> float:
+    def _kernels(self, step: int, spent: list[np.ndarray]) -> float:
         """Returns the seconds of the slowest device in a step."""
-        devices = self.sequence.devices
+        devices, half = self.sequence.devices, self.sequence.ring_size / 2
+        is_both = isinstance(self.route, Counted) and self.route.both_ways
         seconds = np.zeros(devices.size)
-        for chunk, of in zip(schedule.chunks, spent, strict=True):
+        for chunk, of in zip(self.schedule.chunks, spent, strict=True):
             shifts = int(chunk.shifts(step))
-            if chunk.first <= step <= chunk.last and not self._meets(
-                chunk.first, shifts
-            ):  # opposite shards come both ways
+            # Opposite shards come both ways, and count once.
+            was_here = is_both and chunk.first and shifts >= half
+            if chunk.first <= step <= chunk.last and not was_here:
                 sources = chunk.order.owners(shifts)[devices]
                 seconds += of[np.arange(devices.size), sources]
         return float(seconds.max())
 
-    def _meets(self, first: int, shifts: int) -> bool:
-        """Whether a counted chunk that goes both ways was here from the other side."""
-        is_both = isinstance(self.route, Counted) and self.route.both_ways
-        return bool(is_both and first and 2 * shifts >= self.sequence.ring_size)
-
-    def _sent(self, schedule: Schedule, step: int, chip: Chip, direction: str) -> float:
+    def _sent(self, step: int, chip: Chip, direction: str) -> float:
         """Returns the seconds of the transfers beside a step, on the fullest link."""
         moves, is_back = [], direction == "backward"
-        for chunk in schedule.chunks:
+        for chunk in self.schedule.chunks:
             if step < chunk.last:
                 moves.append((chunk, chunk.shifts_after(step), self.keys_bytes))
             if is_back and chunk.first < step <= chunk.last:
@@ -297,10 +290,10 @@ class Ring:
                 moves.append((chunk, shifts, self.gradients_bytes))
         return self._seconds(moves, chip)
 
-    def _home(self, schedule: Schedule, chip: Chip) -> float:
+    def _home(self, chip: Chip) -> float:
         """Returns the seconds in which gradients reach their own devices at last."""
         size = self.gradients_bytes
-        moves = [(c, -int(c.stops[-1]), size) for c in schedule.chunks if c.last]
+        moves = [(c, -int(c.stops[-1]), size) for c in self.schedule.chunks if c.last]
         return self._seconds(moves, chip)
 
     def _seconds(self, moves: list[tuple[Chunk, int, float]], chip: Chip) -> float:

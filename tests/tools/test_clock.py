@@ -123,7 +123,7 @@ def test_heads_wider_than_the_matrix_unit_take_several_passes():
 def sent(ring, direction, chip=V5P):
     """Seconds of the links in a middle step, by those of a shard's keys and values."""
     shard = ring.keys_bytes / chip.interconnect_bytes_per_second
-    return ring._sent(ring.schedule, 3, chip, direction) / shard
+    return ring._sent(3, chip, direction) / shard
 
 
 def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
@@ -143,12 +143,11 @@ def test_gradients_are_sent_as_often_as_there_are_devices(size):
     ring = make_ring(LENGTH, size, route=ONE_WAY)
     # Keys go on after each step but the last, as they do forward.
     steps = (
-        ring._sent(ring.schedule, n, V5P, "backward")
-        - ring._sent(ring.schedule, n, V5P, "forward")
+        ring._sent(n, V5P, "backward") - ring._sent(n, V5P, "forward")
         for n in range(size)
     )
     once = ring.gradients_bytes / V5P.interconnect_bytes_per_second
-    assert sum(steps) + ring._home(ring.schedule, V5P) == pytest.approx(size * once)
+    assert sum(steps) + ring._home(V5P) == pytest.approx(size * once)
 
 
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
@@ -158,7 +157,7 @@ def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
     few = make_ring(16384, layout=zigzag, mask=window, route=route)
     assert few.describe() == "neighbours" and few.schedule.last == 1
     # Two ways carry what is read: a sixteenth of a shard each, in place of half of one.
-    carried = [ring._sent(ring.schedule, 0, V5P, "forward") for ring in (few, whole)]
+    carried = [ring._sent(0, V5P, "forward") for ring in (few, whole)]
     assert carried[0] == carried[1] / 8
     times = [ring.times(V5P, "forward") for ring in (few, whole)]
     assert times[0].outlasting == 0 and times[0].kernels < times[1].kernels
@@ -170,7 +169,7 @@ def test_a_counted_ring_brings_gradients_home_alone(count):
     ring = make_ring(LENGTH, 8, layouts.Zigzag(), route=route, count=count)
     assert ring.schedule.last == count
     home = count * ring.gradients_bytes / V5P.interconnect_bytes_per_second
-    assert ring._home(ring.schedule, V5P) == pytest.approx(home)
+    assert ring._home(V5P) == pytest.approx(home)
     outlasting = ring.times(V5P, "backward").outlasting
     assert outlasting >= home and (count or outlasting == 0)
 
