@@ -33,7 +33,7 @@ value of 0: the partial result (0, sink), merged after the last ring step.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ from ..layouts import front_slots
 from ..masks import Visible
 from ..merge import added, merge
 from ..precision import product
-from .comm import Chunks, Pair, Pairs, Ring, Sums, Table, join
+from .comm import Chunks, Pair, Pairs, Ring, join
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -167,19 +167,18 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
         steps = {i: CommonForward(one) for i, one in steps.items()}
     tables = {i: chunks.table(i, one.prepare) for i, one in steps.items()}
 
-    def run(held: Pairs, i: int, seen: Any, sums: tuple) -> tuple:
-        return steps[i].attend(*held[i], seen, sums[0]), None
+    def run(i: int, kv: Pair, seen: Any, sums: tuple) -> tuple:
+        return steps[i].attend(*kv, seen, sums[0]), None
 
-    def skip(i: int, sums: tuple) -> tuple:
+    def skip(i: int, kv: Pair, sums: tuple) -> tuple:
         return sums[0] or steps[i].begin(nothing(queries[chunks.group(i)])), None
 
     def attend(
         static_step: int, n: jax.Array | int, held: Pairs, partial: list
     ) -> list:
         """Attends to the chunks of a step, from the partial result of each group."""
-        now = {i: tables[i].at(n) for i in chunks.attended(static_step)}
-        run_held = functools.partial(run, held)
-        return chunks.computed(now, run_held, skip, (partial, {}))[0]
+        now = chunks.at(tables, static_step, n)
+        return chunks.computed(run, skip, now, held, (partial, {}))[0]
 
     def step(static_step: int, n: jax.Array | int, held: Pairs, partial: list) -> tuple:
         arriving = chunks.passed_on(held, static_step)
@@ -215,9 +214,14 @@ def backward(
     groups = list(zip(*map(chunks.head_groups, rows, (2, 2, 1, 1)), strict=True))
     own, last = chunks.own(), chunks.schedule.last
     count, in_place = ring.count(visible, chunks.length), is_cpu()
-    steps = _steps(chunks, groups, visible)
+    steps = {
+        i: backward_steps(
+            ring.backend, groups[chunks.group(i)], k, visible, ring.scores
+        )
+        for i, (k, _) in own.items()
+    }
     tables = {i: chunks.table(i, x.prepare, not in_place) for i, x in steps.items()}
-    gradients = functools.partial(_gradients, chunks, steps)
+    gradients = functools.partial(chunks.computed, *_kernels(steps))
     of_group = {chunks.group(i): one for i, one in steps.items()}
     zeros = [
         of_group[g].begin(jnp.zeros_like(q, lse.dtype))
@@ -235,9 +239,8 @@ def backward(
         moved = _followed(chunks, dkv, static_step - 1, count)
         sums = dkv | moved
         before, apart = (sums, {}) if in_place else ({}, sums)
-        is_late = static_step > last and not in_place
-        numbers = chunks.attended(0 if is_late else static_step)
-        now = {i: tables[i].at(-1 if is_late else n) for i in numbers}
+        is_home = in_place and static_step > last
+        now = {} if is_home else chunks.at(tables, static_step, n)
         dq, new = gradients(now, held, (dq, before))
         if arriving or moved:
             (arriving, apart, new), dq = ring.barrier((arriving, apart, new), dq)
@@ -249,8 +252,9 @@ def backward(
         return dq, dkv
 
     def alone() -> tuple[list, Pairs]:
-        now = {i: chunks.table(i, steps[i].prepare).at(0) for i in chunks.attended(0)}
-        dq, dkv = gradients(now, own, (zeros, {}))
+        mine = {i: one for i, one in steps.items() if not chunks[i].first}
+        whole = {i: chunks.table(i, one.prepare) for i, one in mine.items()}
+        dq, dkv = gradients(chunks.at(whole, 0, 0), own, (zeros, {}))
         return dq, dkv | visiting
 
     if last == 0:
@@ -265,35 +269,23 @@ def backward(
     return dq, dk, dv
 
 
-def _steps(chunks: Chunks, groups: Sequence[Rows], visible: Visible) -> dict:
-    """Returns the backward's kernels for each chunk of keys."""
-    backend, scores, group = chunks.ring.backend, chunks.ring.scores, chunks.group
-    return {
-        i: backward_steps(backend, groups[group(i)], k, visible, scores)
-        for i, (k, _) in chunks.own().items()
-    }
+def _kernels(steps: dict[int, Any]) -> tuple[Callable, Callable]:
+    """Returns what adds to dq of a head group, and to dk and dv of a chunk, or not."""
 
-
-def _gradients(
-    chunks: Chunks, steps: dict, now: dict[int, Table], held: Pairs, sums: Sums
-) -> Sums:
-    """Adds to dq of the head groups, and to dk and dv, of chunks to attend to."""
-
-    def run(i: int, seen: Any, sums: tuple) -> tuple:
-        dq, *pair = steps[i].add(*held[i], seen, *sums)
+    def run(i: int, kv: Pair, seen: Any, sums: tuple) -> tuple:
+        dq, *pair = steps[i].add(*kv, seen, *sums)
         return dq, tuple(pair)
 
-    def skip(i: int, sums: tuple) -> tuple:
+    def skip(i: int, kv: Pair, sums: tuple) -> tuple:
         dq, pair = sums
-        return dq, pair or _zeros(held[i], dq.dtype)
+        return dq, pair or _zeros(kv, dq.dtype)
 
-    return chunks.computed(now, run, skip, sums)
+    return run, skip
 
 
 def _zeros(kv: Pair, dtype: jnp.dtype) -> Pair:
     """Returns zeros of the shape of k and v."""
-    k, v = (jnp.zeros_like(x, dtype) for x in kv)
-    return k, v
+    return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), kv)
 
 
 def _followed(

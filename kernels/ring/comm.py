@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,9 @@ Pair = tuple[jax.Array, jax.Array]
 Bounds = tuple[Array, Array]
 Pairs = dict[int, Pair]
 """Keys and values, or their gradients, by the numbers of chunks."""
+Table = tuple[Any, jax.Array]
+"""What kernels read of bounds, of a backend's steps, and whether any query sees a key:
+of m intervals, (m, …), or of those in each ring step, (steps, m, …)."""
 Sums = tuple[list, dict[int, Any]]
 """Of each head group, its partial result or dq so far; of chunks, dk and dv."""
 
@@ -88,10 +91,8 @@ class Ring:
         shard = self.shard()
         if order.stride:
             return (shard - order.stride * shifts) % self.size
-        if isinstance(shifts, int):
-            return jnp.asarray(order.owners(shifts))[shard]
-        place = jnp.asarray(order.places)[shard]
-        return jnp.asarray(order.devices, jnp.int32)[(place - shifts) % order.length]
+        place = (jnp.asarray(order.places)[shard] - shifts) % self.size
+        return jnp.asarray(order.devices, jnp.int32)[place]
 
     def shift(self, arrays: Any, order: RingOrder, shifts: int = 1) -> Any:
         """Sends the arrays a number of devices further along an order."""
@@ -149,39 +150,6 @@ class Ring:
         return memory_layout.with_layout_constraint(x, layout)
 
 
-class Table(NamedTuple):
-    """What the kernels read of the bounds of a chunk, in each ring step or in one.
-
-    seen: of a backend's steps, with leading axes of ring steps and of m intervals.
-    is_seen: whether any query sees anything, bool (steps, m). first: the first step's
-      number.
-    """
-
-    seen: Any
-    is_seen: jax.Array
-    first: int
-
-    def at(self, step: jax.Array | int) -> "Table":
-        """Returns that of a ring step; -1: of the one after the last."""
-        place = step if isinstance(step, int) and step < 0 else step - self.first
-        seen, is_seen = jax.tree.map(lambda x: x[place], (self.seen, self.is_seen))
-        return Table(seen, is_seen, self.first)
-
-    def over_intervals(self, attend: Callable, skip: Callable, sums: Any) -> Any:
-        """Attends to each interval in a ring step; of several, to those that are seen.
-
-        attend: (what the kernels read, sums so far) -> sums. skip: sums -> the same, of
-          the form that attend returns.
-        """
-        for n in range(len(self.is_seen)):
-            seen = jax.tree.map(lambda x, n=n: x[n], self.seen)
-            run = functools.partial(attend, seen)
-            if len(self.is_seen) == 1:
-                return run(sums)
-            sums = lax.cond(self.is_seen[n], run, skip, sums)
-        return sums
-
-
 @dataclass(frozen=True)
 class Chunks:
     """The chunks of a ring's keys and values, on this device.
@@ -222,11 +190,6 @@ class Chunks:
         each = x.shape[axis] // self.kv[0].shape[2]
         ends = [each * end for _, end in self.schedule.heads]
         return jnp.split(x, ends[:-1], axis) if len(ends) > 1 else [x]
-
-    def attended(self, static_step: int) -> list[int]:
-        """Returns the chunks that a step's devices attend to."""
-        chunks = enumerate(self.schedule.chunks)
-        return [i for i, chunk in chunks if chunk.first <= static_step <= chunk.last]
 
     def bounds(self, number: int, step: jax.Array | int) -> Bounds:
         """Returns the slots of a chunk that each query sees in a step."""
@@ -269,7 +232,21 @@ class Chunks:
             lambda x: x.reshape(*bounds[0].shape[:2], *x.shape[1:]),
             jax.vmap(prepare)(*flat),
         )
-        return Table(seen, is_seen, chunk.first)
+        return seen, is_seen
+
+    def at(
+        self, tables: dict[int, Table], static_step: int, n: jax.Array | int
+    ) -> dict[int, Table]:
+        """Returns the tables of a step, of the chunks that it attends to.
+
+        Those of the step after the last are of what was put off.
+        """
+        is_late, found = static_step > self.schedule.last, {}
+        for i, chunk in enumerate(self.schedule.chunks):
+            if chunk.first <= (0 if is_late else static_step) <= chunk.last:
+                place = -1 if is_late else n - chunk.first
+                found[i] = jax.tree.map(lambda x, at=place: x[at], tables[i])
+        return found
 
     def passed_on(self, held: Pairs, static_step: int) -> Pairs:
         """Sends chunks to where they are attended to in the next step, if anywhere."""
@@ -280,31 +257,44 @@ class Chunks:
         }
 
     def computed(
-        self, now: dict[int, Table], run: Callable, skip: Callable, sums: Sums
+        self,
+        run: Callable,
+        skip: Callable,
+        now: dict[int, Table],
+        held: Pairs,
+        sums: Sums,
     ) -> Sums:
         """Runs kernels on sums so far; several, in a ring, as one instruction for XLA.
 
         Of a transfer beside several XLA believes that the last kernel will hide it, and
-        would start it after the others. They are skipped where no query sees anything.
+        would start it after the others. They are skipped where no query sees anything;
+        so is each of several intervals.
 
-        now: of the chunks to attend to.
-        run: (number, what the kernels read, sums of its group and its own) -> these.
-        skip: (number, these sums) -> the same, of the form that run returns.
+        run: (number of a chunk, its keys and values, what the kernels read of an
+          interval, sums of its group and its own) -> these sums.
+        skip: (number, keys and values, sums) -> the same, of the form that run returns.
         """
 
         def each(compute: Callable, sums: Sums) -> Sums:
             groups, pairs = list(sums[0]), dict(sums[1])
             for i in now:
                 g = self.group(i)
-                groups[g], pairs[i] = compute(i, (groups[g], pairs.get(i)))
+                groups[g], pairs[i] = compute(i, held[i], (groups[g], pairs.get(i)))
             return groups, pairs
 
-        def kernels(i: int, sums: tuple) -> tuple:
-            run_one, skip_one = (functools.partial(way, i) for way in (run, skip))
-            return now[i].over_intervals(run_one, skip_one, sums)
+        def kernels(i: int, kv: Pair, sums: tuple) -> tuple:
+            tables, is_seen = now[i]
+            for n in range(len(is_seen)):
+                seen = jax.tree.map(lambda x, n=n: x[n], tables)
+                run_one = functools.partial(run, i, kv, seen)
+                if len(is_seen) == 1:
+                    return run_one(sums)
+                skip_one = functools.partial(skip, i, kv)
+                sums = lax.cond(is_seen[n], run_one, skip_one, sums)
+            return sums
 
         every, none = (functools.partial(each, way) for way in (kernels, skip))
-        is_seen = [one.is_seen for one in now.values()]
+        is_seen = [one for _, one in now.values()]
         if sum(map(len, is_seen)) < 2 or self.ring.size == 1:
             return every(sums)
         return lax.cond(jnp.concatenate(is_seen).any(), every, none, sums)
