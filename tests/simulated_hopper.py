@@ -15,16 +15,16 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.hopper.launch import HopperBlocks, Launch
+from kernels.backends.hopper.launch import Launch
 
 # Finding races takes half of the time: the kernels' own tests do.
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 
-SIMULATED_HOPPER = Launch(HopperBlocks(64, 2), INTERPRETED)
+SIMULATED_HOPPER = Launch((64, 2, 2), INTERPRETED)
 """The backend `hopper`, interpreted, its keys in several tiles."""
 
-DETERMINISTIC = Launch(HopperBlocks(64, 2), INTERPRETED, is_deterministic=True)
+DETERMINISTIC = Launch((64, 2, 2), INTERPRETED, is_deterministic=True)
 
 RACES = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 

@@ -94,23 +94,18 @@ def refusals_of(kind: str, **names: Any) -> dict[str, Refusal]:
     }
 
 
-def float32_cases(
-    tile: int, sizes: BlockSizes | None = None
-) -> dict[str, tuple[StepCase, jnp.dtype]]:
-    """Returns cases of each small group, several head sizes and odd lengths.
+def steps_of(*kinds: str, **names: Any) -> dict[str, tuple[StepCase, jnp.dtype]]:
+    """Returns the steps of some kinds in kernels.txt, whose values have these names.
 
-    tile: rows and keys of a large tile. sizes: where there are many keys.
+    TILE: rows and keys of a large tile. SIZES: where there are many keys.
     """
-    more = {"bound_rows": 2, "sizes": sizes}
-    cases = {
-        "one query, scale of zero": StepCase(1, tile + 44, 1, kv_heads=2, scale=0.0),
-        "one key": StepCase(tile + 14, 1, 2, 100, bound_rows=2, has_carry=True),
-        "far more keys": StepCase(tile // 2 + 5, 4 * tile + 44, 3, 128, **more),
-        "far more queries": StepCase(
-            *(4 * tile + 1, tile // 2 + 5, 4, 256), batch=1, has_carry=True, scale=-0.1
-        ),
+    names |= {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
+    names |= {"BlockSizes": BlockSizes}
+    rows = (x for kind in kinds for x in table("kernels.txt", f"step-{kind}", **names))
+    return {
+        name: (StepCase(queries, keys, **more), dtype)
+        for name, queries, keys, dtype, more in rows
     }
-    return {name: (case, jnp.float32) for name, case in cases.items()}
 
 
 class BackendSuite:

@@ -16,18 +16,16 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels import backends
 from kernels.backends import IMPLEMENTATIONS, blockwise
 from kernels.backends.hopper import launch as hopper
-from kernels.backends.hopper.block_sizes import HopperBlocks
 from kernels.backends.tile_layout import BlockSizes
 from kernels.backends.tpu.block_sizes import TPU_FORWARD
 from kernels.backends.triton_gpu import launch as triton_gpu
-from kernels.backends.triton_gpu.block_sizes import TritonBlocks
 from tests.cases import table
 from tests.kernels.backend_suite import (
     BackendSuite,
     Groups,
     any_in_block,
-    float32_cases,
     refusals_of,
+    steps_of,
 )
 from tests.simulated_hopper import RACES
 from tests.simulated_tpu import SIMULATED_TPU, V6E, on_chip, with_vmem
@@ -48,16 +46,7 @@ def test_every_implementation_has_a_suite():
 class TestBlockwise(BackendSuite):
     implementation = "blockwise"
     backend = blockwise
-    cases = {
-        **float32_cases(64, BlockSizes(16, 32)),
-        "bfloat16": (StepCase(101, 201, 4, head_dim=128, has_carry=True), BF16),
-        "float16": (StepCase(70, 257, batch=1, sizes=BlockSizes(64, 32)), F16),
-        "tiles of one": (StepCase(7, 9, bound_rows=2, sizes=BlockSizes(1, 1)), F32),
-        "odd tiles": (
-            StepCase(19, 14, 2, 3, 2, 2, has_carry=True, sizes=BlockSizes(3, 5)),
-            F32,
-        ),
-    }
+    cases = steps_of("float32", "blockwise", TILE=64, SIZES=BlockSizes(16, 32))
     types = F32, BF16, F16
     tiles = Groups(
         StepCase(192, 320, group=1, batch=1, sizes=BlockSizes(64, 64)),
@@ -75,13 +64,7 @@ class TestBlockwise(BackendSuite):
 class TestTpu(BackendSuite):
     implementation = "pallas_tpu"
     backend = SIMULATED_TPU
-    cases = {
-        **float32_cases(256),
-        "many heads": (StepCase(77, 700, 16, bound_rows=2, has_carry=True), F32),
-        "bfloat16": (StepCase(200, 500, 8, 100, bound_rows=2, has_carry=True), BF16),
-        "cap": (StepCase(300, 700, 2, has_carry=True, scale=-0.5, soft_cap=1.5), F32),
-        "bfloat16 cap": (StepCase(200, 500, 4, has_carry=True, soft_cap=1.5), BF16),
-    }
+    cases = steps_of("float32", "tpu", "any-tpu", TILE=256, SIZES=None)
     slow_cases = "many heads", "cap", "one query, scale of zero"
     groups = 1, 2, 3, 4, 8, 32
     longest = 1024
@@ -113,15 +96,10 @@ class TestTpu(BackendSuite):
 
 @pytest.mark.thorough
 class TestWideTpu(TestTpu):
-    """Of chips whose matrix units are 256 wide: see `tpu.orientation`."""
+    """Of chips whose matrix units are 256 wide: see `tpu.vector`."""
 
     backend = replace(SIMULATED_TPU, chip=V6E)
-    cases = {
-        **float32_cases(256),
-        "few numbers": (StepCase(300, 500, 2, 40, bound_rows=2, has_carry=True), F32),
-        "cap": TestTpu.cases["cap"],
-        "bfloat16": (StepCase(200, 500, 2, 100, bound_rows=2, has_carry=True), BF16),
-    }
+    cases = steps_of("float32", "wide-tpu", "any-tpu", TILE=256, SIZES=None)
     slow_cases = "one query, scale of zero", "one key", "cap"
     test_what_there_is_no_kernel_for_is_refused = None
 
@@ -129,31 +107,8 @@ class TestWideTpu(TestTpu):
 @pytest.mark.thorough(quick=1)
 class TestHopper(BackendSuite):
     implementation = "hopper"
-    backend = hopper.Launch(HopperBlocks(64, 2), RACES)
-    cases = {
-        "one query, scale of zero": (StepCase(1, 300, batch=1, scale=0.0), BF16),
-        "a scale that is flushed to zero": (
-            StepCase(77, 70, group=4, batch=1, scale=-1e-42),
-            BF16,
-        ),
-        "far more keys": (
-            StepCase(77, 400, 1, 64, 1, 2, 2, True, -1e-5),
-            F16,
-        ),
-        "far more queries": (
-            StepCase(300, 130, 3, 100, 1, 1, 1, True, scale=-0.1, soft_cap=1.5),
-            BF16,
-        ),
-        "one key tile and a cap": (
-            StepCase(130, 70, 2, batch=1, has_carry=True, soft_cap=1.5),
-            BF16,
-        ),
-        # A cap so low that exponents of its tanh overflow.
-        "wide heads": (
-            StepCase(100, 257, 4, head_dim=256, batch=1, soft_cap=0.25),
-            BF16,
-        ),
-    }
+    backend = hopper.Launch((64, 2, 2), RACES)
+    cases = steps_of("hopper")
     slow_cases = "one key tile and a cap", "a scale that is flushed to zero"
     types = BF16, F16
     draws_type = True
@@ -169,11 +124,7 @@ class TestHopper(BackendSuite):
     dtype = BF16
     tolerance = 1e-2
     carry_tolerance = 0
-    refusals = refusals_of(
-        "no-hopper",
-        REAL=IMPLEMENTATIONS["hopper"],
-        MANY=hopper.Launch(HopperBlocks(640, 4), RACES),
-    )
+    refusals = refusals_of("no-hopper", REAL=IMPLEMENTATIONS["hopper"])
 
     def test_forward_skips_masked_keys_64_by_64(self, rng):
         """Backward ones skip 128 by 128."""
@@ -203,22 +154,7 @@ class TestHopperDeterministic(TestHopper):
         hopper.Launch(interpret=RACES, is_deterministic=True).backward,
     )
     carry_tolerance = 1e-6
-    cases = {
-        # Each with keys of its own, and weights that differ: equal ones, as of a tiny
-        # scale, are rounded alike, by chance hardly at all.
-        "one query, several heads": (
-            StepCase(1, 300, 3, 64, 1, 4, 4, has_carry=True, scale=-0.2),
-            F16,
-        ),
-        "several rows": (
-            StepCase(1, 300, 3, 64, 1, 8, 8, has_carry=True, scale=-0.2),
-            F16,
-        ),
-        "far more queries": (
-            StepCase(300, 130, 1, 128, batch=1, has_carry=True, soft_cap=1.5),
-            BF16,
-        ),
-    }
+    cases = steps_of("deterministic")
     slow_cases = ("several rows",)
     is_slow = True
     test_forward_skips_masked_keys_64_by_64 = None
@@ -229,19 +165,7 @@ class TestHopperDeterministic(TestHopper):
 class TestTriton(BackendSuite):
     implementation = "triton"
     backend = SIMULATED_GPU
-    cases = {
-        **float32_cases(64),
-        # A cap so low that exponents of its tanh overflow.
-        "whole tiles": (
-            StepCase(128, 128, 1, head_dim=3, has_carry=True, soft_cap=0.01),
-            F32,
-        ),
-        "bfloat16": (StepCase(101, 201, 2, 100, bound_rows=2, has_carry=True), BF16),
-        "float16": (
-            StepCase(70, 257, 4, 128, batch=1, scale=-0.1, soft_cap=1.5),
-            F16,
-        ),
-    }
+    cases = steps_of("float32", "triton", TILE=64, SIZES=None)
     types = triton_gpu.TYPES
     tiles = replace(TestBlockwise.tiles, case=StepCase(192, 320, group=1, batch=1))
     refusals = refusals_of(
@@ -252,7 +176,6 @@ class TestTriton(BackendSuite):
 
 
 SIZES = {"BlockSizes": BlockSizes, "TPU": TPU_FORWARD["v5e"]}
-SIZES |= {"HOPPER": HopperBlocks(64, 2), "TRITON": TritonBlocks(64, 64, 4, 2)}
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kernels.backends.hopper import backward, backward_dq, forward
-from kernels.backends.hopper.launch import HopperBlocks, Launch
+from kernels.backends.hopper.launch import Launch
 from tests.cases import in_tiers
 from tests.simulated_hopper import RACES, run_without_wait
 from tests.steps import Step, StepCase, compiled, run_backward, run_forward
 
-BACKEND = Launch(HopperBlocks(64, 2), RACES)
+BACKEND = Launch((64, 2, 2), RACES)
 DETERMINISTIC = Launch(interpret=RACES, is_deterministic=True)
 
 COUNTS = {

@@ -12,7 +12,7 @@ WGMMAs for dV and dK, which accumulate in registers too:
 
 dQ needs the dS of both consumers, through SMEM, and is added to GMEM by TMA. It is
 computed one work tile late, so that no consumer waits for the other unless they are a
-tile apart. `key_gradients_call` leaves dQ out: sums in the same order each time.
+tile apart. Without dQ, sums have the same order each time.
 
     barrier      waits           arrives, and what it means
     k_full       both consumers  TMA: K is in SMEM
@@ -34,16 +34,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .backward_tile import BackwardTile, Operands, Part, Smem, WorkTile, WorkTiles
+from .backward_tile import (
+    STAGES,
+    BackwardTile,
+    KeyOperands,
+    Part,
+    Smem,
+    WorkTile,
+    WorkTiles,
+)
 from .shared import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
     ROWS,
     WARPGROUP,
     WGMMA_COL,
     broadcast_rows,
+    by_role,
     constant,
+    empty_stage,
     load,
     mask,
     probabilities,
@@ -54,55 +61,38 @@ from .shared import (
 
 def backward_call(
     tile: BackwardTile,
-    operands: Operands,
-    dq: jax.Array,
+    operands: KeyOperands,
+    dq: jax.Array | None,
     interpret: plgpu.InterpretGPUParams | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Runs the kernel.
 
-    dq: float32 (B, T, H, D), which is added to in its place, in no certain order.
+    dq: float32 (B, T, H, D), which is added to in its place, in no certain order. None
+      for dk and dv alone, which come out the same each time.
 
     Returns:
       dq, and dk and dv, float32, shaped like k.
     """
-    dq_ref = tile.ops.new_sum(dq, operands.k.shape[1] // tile.block_k)
-    dk, dv = _call(tile, operands, dq_ref, interpret)
-    return tile.ops.freeze_sum(dq_ref), dk, dv
-
-
-def key_gradients_call(
-    tile: BackwardTile,
-    operands: Operands,
-    interpret: plgpu.InterpretGPUParams | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs the kernel without dq: dk and dv, which come out the same each time."""
-    return _call(tile, operands, None, interpret)
-
-
-def _call(
-    tile: BackwardTile,
-    operands: Operands,
-    dq_ref: jax.Ref | None,
-    interpret: plgpu.InterpretGPUParams | None,
-) -> tuple[jax.Array, jax.Array]:
     batch, length, heads, _ = operands.k.shape
-    has_dq = dq_ref is not None
+    programs, has_dq = length // tile.block_k, dq is not None
+    dq_ref = tile.ops.new_sum(dq, programs) if has_dq else None
     gradient = jax.ShapeDtypeStruct(operands.k.shape, jnp.float32)
-    return run_kernel(
+    dk, dv = run_kernel(
         lambda inputs, *others: _kernel(tile, *inputs, *others),
         (operands, dq_ref),
         name="flash_backward" if has_dq else "flash_backward_keys",
         out_type=(gradient, gradient),
         smem=Smem.types(tile, operands.q.dtype, has_dq),
         # The last axis is the fastest: the tiles of a head read the same queries.
-        grid={"batch": batch, "head": heads, "tile": length // tile.block_k},
+        grid={"batch": batch, "head": heads, "tile": programs},
         interpret=interpret,
     )
+    return tile.ops.freeze_sum(dq_ref) if has_dq else None, dk, dv
 
 
 def _kernel(
     tile: BackwardTile,
-    operands: Operands,
+    operands: KeyOperands,
     dq_ref: jax.Ref | None,  # (B, T, H, D)
     dk_ref: jax.Ref,  # (B, S, K, D)
     dv_ref: jax.Ref,  # (B, S, K, D)
@@ -120,11 +110,8 @@ def _kernel(
         group=group,
     )
     is_live = work_tiles.begin < work_tiles.end
-    wg = lax.axis_index(WARPGROUP)
 
-    @pl.when(wg < CONSUMERS)
-    def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+    def consume(wg: jax.Array) -> None:
         part = Part.of(tile, wg)
         tile_key = k_tile * tile.block_k
         keys = pl.ds(tile_key + part.first_key, ROWS)
@@ -141,9 +128,7 @@ def _kernel(
         pl.when(is_live)(consumer.accumulate)
         pl.when(~is_live)(consumer.write_zeros)
 
-    @pl.when(wg == CONSUMERS)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    def produce() -> None:
         keys = pl.ds(k_tile * tile.block_k, tile.block_k)
         source = operands._replace(
             k=operands.k.at[batch, keys, head],  # [block_k, d]
@@ -155,24 +140,20 @@ def _kernel(
         )
         pl.when(is_live)(lambda: _produce(tile, smem, source, work_tiles))
 
+    by_role(consume, produce)
+
 
 def _produce(
-    tile: BackwardTile, smem: Smem, source: Operands, work_tiles: WorkTiles
+    tile: BackwardTile, smem: Smem, source: KeyOperands, work_tiles: WorkTiles
 ) -> None:
     """Copies K, V and the work tiles to SMEM, in order of use."""
     count = work_tiles.count()
     plgpu.copy_gmem_to_smem(source.k, smem.k, smem.k_full)
 
-    def wait_until_empty(n, stages: int, empty: jax.Ref) -> jax.Array:
-        stage = lax.rem(n, jnp.int32(stages))
-        # Both consumers have arrived: they are done with work tile n - stages.
-        pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
-        return stage
-
     def copy(n, work):
         i, head = work
         queries = pl.ds(i * tile.block_q, tile.block_q)
-        stage = wait_until_empty(n, tile.q_stages, smem.q_empty)
+        stage = empty_stage(n, STAGES, smem.q_empty)
         full = smem.q_full.at[stage]
         for x, buffer in (
             (source.q.at[queries, head], smem.q),  # [block_q, d]
@@ -185,14 +166,14 @@ def _produce(
         def _():
             plgpu.copy_gmem_to_smem(source.v, smem.v, smem.v_full)
 
-        stage = wait_until_empty(n, tile.do_stages, smem.do_empty)
+        stage = empty_stage(n, STAGES, smem.do_empty)
         do = source.do.at[queries, head]  # [block_q, d]
         plgpu.copy_gmem_to_smem(do, smem.do.at[stage], smem.do_full.at[stage])
         return work_tiles.next(work)
 
     lax.fori_loop(0, count, copy, work_tiles.first())
-    wait_for_last_arrivals(count, tile.q_stages, smem.q_empty)
-    wait_for_last_arrivals(count, tile.do_stages, smem.do_empty)
+    for empty in smem.q_empty, smem.do_empty:
+        wait_for_last_arrivals(count, STAGES, empty)
 
 
 class Consumer(NamedTuple):
@@ -257,7 +238,7 @@ class Consumer(NamedTuple):
         # Asked for in each step: else ptxas keeps, and spills, all addresses that
         # depend on it.
         part = Part.of(tile, lax.axis_index(WARPGROUP))
-        stage = lax.rem(n, jnp.int32(tile.q_stages))
+        stage = lax.rem(n, jnp.int32(STAGES))
         plgpu.barrier_wait(smem.q_full.at[stage])  # TMA: Q(n), lse, delta and bounds
         ds = self._score_gradients(n, work.i, part, dv_acc)  # [64, block_q]
 
@@ -276,12 +257,12 @@ class Consumer(NamedTuple):
             smem.ds[lax.rem(n, jnp.int32(2)), part.ds_rows] = ds
             plgpu.commit_smem()  # orders the store before reads by WGMMA
             self._add_dq(part, n - 1, self.work_tiles.previous(work), issue_dk)
-        do_stage = lax.rem(n, jnp.int32(tile.do_stages))
+        do_stage = lax.rem(n, jnp.int32(STAGES))
         plgpu.barrier_arrive(smem.do_empty.at[do_stage])
 
     def _release(self, n) -> None:
         """Arrives where others wait for the end of work tile n."""
-        stage = lax.rem(n, jnp.int32(self.tile.q_stages))
+        stage = lax.rem(n, jnp.int32(STAGES))
         plgpu.barrier_arrive(self.smem.q_empty.at[stage])
         if self.dq is not None:
             plgpu.barrier_arrive(self.smem.ds_exchange)
@@ -290,8 +271,8 @@ class Consumer(NamedTuple):
         """Returns dSᵀ [64, block_q] of query tile i, with dV(n) in flight."""
         tile, smem = self.tile, self.smem
         dtype = smem.q.dtype
-        stage = lax.rem(n, jnp.int32(tile.q_stages))
-        do_stage = lax.rem(n, jnp.int32(tile.do_stages))
+        stage = lax.rem(n, jnp.int32(STAGES))
+        do_stage = lax.rem(n, jnp.int32(STAGES))
         do = smem.do.at[do_stage]  # [block_q, d]
         acc = plgpu.ACC((ROWS, tile.block_q))
 

@@ -17,6 +17,9 @@ from .shared import CONSUMERS, ROWS, NativeOps, tiled_smem
 MAX_COLUMNS = 128
 """Columns of dk and dv that a consumer has registers for."""
 
+STAGES = 2
+"""Tiles of Q, and of dO, in SMEM."""
+
 
 class BackwardTile(NamedTuple):
     """Sizes and constants of a program.
@@ -24,17 +27,14 @@ class BackwardTile(NamedTuple):
     d: head size. Up to MAX_COLUMNS a consumer has half of the keys of a tile. Above, it
       has half of the columns, and both compute all of P; then there is no dq.
     block_q: queries of a tile. With dq, block_q · d is twice 64 · 64.
-    q_stages, do_stages: tiles of Q and of dO in SMEM.
-    exponent_scale: factor on scores, for exponents of 2.
+    scale: factor on scores, for exponents of 2.
     tanh_scale: scores are 1 + tanh(tanh_scale K Qᵀ), or K Qᵀ if it is None.
     ops: of the GPU, or emulated.
     """
 
     d: int
     block_q: int
-    q_stages: int
-    do_stages: int
-    exponent_scale: float
+    scale: float
     tanh_scale: float | None
     ops: NativeOps
 
@@ -54,7 +54,7 @@ class BackwardTile(NamedTuple):
         return self.d if self.splits_keys else self.d // CONSUMERS
 
 
-class Operands(NamedTuple):
+class KeyOperands(NamedTuple):
     """Arrays that the kernel reads, in GMEM. T and S are whole tiles.
 
     live: int32 (M, S / block_k, 2), half-open range of query tiles that are not empty.
@@ -80,26 +80,26 @@ class Smem(NamedTuple):
 
     k: jax.Ref  # [block_k, d]
     v: jax.Ref  # [block_k, d]
-    q: jax.Ref  # [q_stages, block_q, d]
-    do: jax.Ref  # [do_stages, block_q, d]
-    lse_delta: jax.Ref  # [q_stages, 2, block_q] float32
-    bounds: jax.Ref  # [q_stages, 2, block_q] int32
+    q: jax.Ref  # [stages, block_q, d]
+    do: jax.Ref  # [stages, block_q, d]
+    lse_delta: jax.Ref  # [stages, 2, block_q] float32
+    bounds: jax.Ref  # [stages, 2, block_q] int32
     ds: jax.Ref | None  # [2, 128, block_q], with dq alone: dSᵀ of two work tiles
     dq: jax.Ref | None  # [2, 64, 64] float32, with dq alone: partial dQ
     dk: jax.Ref | None  # [2, 64, columns] float32 where emulated
     dv: jax.Ref | None  # [2, 64, columns] float32 where emulated
     k_full: jax.Ref
     v_full: jax.Ref
-    q_full: jax.Ref  # [q_stages]: Q, lse_delta and bounds
-    do_full: jax.Ref  # [do_stages]
-    q_empty: jax.Ref  # [q_stages]
-    do_empty: jax.Ref  # [do_stages]
+    q_full: jax.Ref  # [stages]: Q, lse_delta and bounds
+    do_full: jax.Ref  # [stages]
+    q_empty: jax.Ref  # [stages]
+    do_empty: jax.Ref  # [stages]
     ds_exchange: jax.Ref
 
     @classmethod
     def types(cls, tile: BackwardTile, dtype: jnp.dtype, has_dq: bool) -> "Smem":
         kv = tiled_smem((tile.block_k, tile.d), dtype)
-        row = tile.q_stages, 2, tile.block_q
+        row = STAGES, 2, tile.block_q
         ds = tiled_smem((2, CONSUMERS * ROWS, tile.block_q), dtype)
         dq = tiled_smem((CONSUMERS, ROWS, ROWS), jnp.float32)
         acc = tile.ops.acc_smem(ROWS, tile.columns)
@@ -107,8 +107,8 @@ class Smem(NamedTuple):
         return cls(
             k=kv,
             v=kv,
-            q=tiled_smem((tile.q_stages, tile.block_q, tile.d), dtype),
-            do=tiled_smem((tile.do_stages, tile.block_q, tile.d), dtype),
+            q=tiled_smem((STAGES, tile.block_q, tile.d), dtype),
+            do=tiled_smem((STAGES, tile.block_q, tile.d), dtype),
             lse_delta=plgpu.SMEM(row, jnp.float32),
             bounds=plgpu.SMEM(row, jnp.int32),
             ds=ds if has_dq else None,
@@ -117,10 +117,10 @@ class Smem(NamedTuple):
             dv=acc,
             k_full=plgpu.Barrier(),
             v_full=plgpu.Barrier(),
-            q_full=plgpu.Barrier(num_arrivals=3, num_barriers=tile.q_stages),
-            do_full=plgpu.Barrier(num_barriers=tile.do_stages),
-            q_empty=by_consumers(num_barriers=tile.q_stages),
-            do_empty=by_consumers(num_barriers=tile.do_stages),
+            q_full=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+            do_full=plgpu.Barrier(num_barriers=STAGES),
+            q_empty=by_consumers(num_barriers=STAGES),
+            do_empty=by_consumers(num_barriers=STAGES),
             ds_exchange=by_consumers(),
         )
 

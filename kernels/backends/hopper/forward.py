@@ -35,23 +35,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...precision import LOG2_E
+from .query_tile import Operands, Program, Queries, QueryTile, Smem, copy_queries
 from .shared import (
-    BLOCK_Q,
-    CONSUMER_REGISTERS,
-    CONSUMERS,
     EPILOGUE_COLUMNS,
-    PRODUCER_REGISTERS,
     ROWS,
-    WARPGROUP,
     WGMMA_ROW,
-    NativeOps,
     broadcast_cols,
+    by_role,
     constant,
     load,
     masked,
     one_plus_tanh,
     run_kernel,
-    tiled_smem,
     wait_for_last_arrivals,
 )
 
@@ -61,83 +56,8 @@ M_INIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Row maximum before any visible key: finite, as -inf - -inf is nan."""
 
 
-class ForwardTile(NamedTuple):
-    """Sizes and constants of a program.
-
-    block_k: keys of a tile. stages: key and value tiles in SMEM.
-    scale: positive factor on scores, for exponents of 2.
-    tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
-    ops: of the GPU, or emulated.
-    """
-
-    block_k: int
-    stages: int
-    scale: float
-    tanh_scale: float | None
-    ops: NativeOps
-
-
-class Operands(NamedTuple):
-    """Arrays that the kernel reads, in GMEM. T and S are whole tiles.
-
-    live: int32 (M, T / 128, 2), half-open range of key tiles that are not empty.
-    full: int32 (M, T / 64, 2), those that need no mask; M is B or 1.
-    k_start, k_end: int32 (M, T), visible keys of each query.
-    q: (B, T, H, D). k, v: (B, S, K, D).
-    carry: out (B, T, H, D) and natural-log lse (B, H, T) over other keys, or ().
-    """
-
-    live: jax.Array
-    full: jax.Array
-    k_start: jax.Array
-    k_end: jax.Array
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    carry: tuple[jax.Array, ...]
-
-
-class Smem(NamedTuple):
-    """Shared memory and barriers of a program, the latter as in the table above."""
-
-    q: jax.Ref  # [2, 64, d]
-    k: jax.Ref  # [stages, block_k, d]
-    v: jax.Ref  # [stages, block_k, d]
-    acc: jax.Ref | None  # [2, 64, d] float32 where emulated
-    q_full: jax.Ref  # [2]
-    k_full: jax.Ref  # [stages], and so are the next three
-    v_full: jax.Ref
-    k_empty: jax.Ref
-    v_empty: jax.Ref
-    schedule: jax.Ref  # [2]
-
-    @classmethod
-    def types(cls, tile: ForwardTile, d: int, dtype: jnp.dtype) -> "Smem":
-        kv = tiled_smem((tile.stages, tile.block_k, d), dtype)
-        full = plgpu.Barrier(num_barriers=tile.stages)
-        empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
-        return cls(
-            q=tiled_smem((CONSUMERS, ROWS, d), dtype),
-            k=kv,
-            v=kv,
-            acc=tile.ops.acc_smem(ROWS, d),
-            q_full=plgpu.Barrier(num_barriers=CONSUMERS),
-            k_full=full,
-            v_full=full,
-            k_empty=empty,
-            v_empty=empty,
-            schedule=plgpu.Barrier(num_barriers=CONSUMERS),
-        )
-
-
-def smem_bytes(block_k: int, stages: int, d: int) -> int:
-    """Returns the shared memory of a program, its barriers at their largest."""
-    barriers = 8 * (2 * CONSUMERS + 4 * stages)
-    return 2 * d * (BLOCK_Q + 2 * stages * block_k) + barriers
-
-
 def forward_call(
-    tile: ForwardTile,
+    tile: QueryTile,
     operands: Operands,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -155,35 +75,26 @@ def forward_call(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
-        smem=Smem.types(tile, d, operands.q.dtype),
-        # The last axis is the fastest: heads share keys, and long rows come first.
-        grid={"tile": length // BLOCK_Q, "batch": batch, "head": heads},
+        smem=Smem.types(tile, d, operands.q.dtype, is_backward=False),
+        grid=operands.grid,
         interpret=interpret,
     )
 
 
 def _kernel(
-    tile: ForwardTile,
+    tile: QueryTile,
     operands: Operands,
     out_ref: jax.Ref,  # (B, T, H, D)
     lse_ref: jax.Ref,  # (B, H, T)
     smem: Smem,
 ) -> None:
     """Computes one query tile of one head."""
-    batch, head = lax.axis_index("batch"), lax.axis_index("head")
-    # Under a causal mask the last tiles have most live keys: they come first.
-    q_tile = operands.live.shape[1] - 1 - lax.axis_index("tile")
-    bound_row = batch if operands.live.shape[0] > 1 else 0
-    begin = operands.live[bound_row, q_tile, 0]
-    end = operands.live[bound_row, q_tile, 1]
-    wg = lax.axis_index(WARPGROUP)
+    program = Program.of(operands.live)
+    begin, end = program.begin, program.end
 
-    @pl.when(wg < CONSUMERS)
-    def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        rows_64 = q_tile * CONSUMERS + wg  # which 64 queries of the sequence
-        rows = pl.ds(rows_64 * ROWS, ROWS)
-        carry = None
+    def consume(wg: jax.Array) -> None:
+        queries, carry = program.queries(operands, wg), None
+        rows, (batch, head) = queries.rows, program[:2]
         if operands.carry:
             carry_out, carry_lse = operands.carry
             carry = carry_out.at[batch, rows, head], carry_lse.at[batch, head, rows]
@@ -191,9 +102,7 @@ def _kernel(
             tile=tile,
             smem=smem,
             wg=wg,
-            k_start=operands.k_start.at[bound_row, rows],
-            k_end=operands.k_end.at[bound_row, rows],
-            full=operands.full.at[bound_row, rows_64],
+            queries=queries,
             out=out_ref.at[batch, rows, head],
             lse=lse_ref.at[batch, head, rows],
             carry=carry,
@@ -201,57 +110,38 @@ def _kernel(
         pl.when(begin < end)(lambda: consumer.attend(begin, end))
         pl.when(begin >= end)(consumer.copy_carry)
 
-    @pl.when(wg == CONSUMERS)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        group = operands.q.shape[2] // operands.k.shape[2]
-        kv_head = lax.div(head, jnp.int32(group))
-        source = operands._replace(
-            q=operands.q.at[batch, pl.ds(q_tile * BLOCK_Q, BLOCK_Q), head],  # [128, d]
-            k=operands.k.at[batch, :, kv_head],  # [S, d]
-            v=operands.v.at[batch, :, kv_head],  # [S, d]
-        )
-        pl.when(begin < end)(lambda: _produce(tile, smem, source, begin, end))
+    def produce() -> None:
+        source = program.source(operands)
+        pl.when(begin < end)(lambda: _produce(program, smem, source))
+
+    by_role(consume, produce)
 
 
-def _produce(
-    tile: ForwardTile, smem: Smem, source: Operands, begin: jax.Array, end: jax.Array
-) -> None:
-    """Copies Q and the key tiles [begin, end) to SMEM, in order of use."""
-    count = end - begin
+def _produce(program: Program, smem: Smem, source: Operands) -> None:
+    """Copies Q and the live key tiles to SMEM, in order of use."""
+    count = program.end - program.begin
     k_copy = source.k, smem.k, smem.k_full, smem.k_empty
     v_copy = source.v, smem.v, smem.v_full, smem.v_empty
 
-    def copy(source, buffer, full, empty, n) -> None:
-        stage = lax.rem(n, jnp.int32(tile.stages))
-        # Both consumers have arrived: they are done with tile n - stages.
-        pl.when(n >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
-        keys = pl.ds((begin + n) * tile.block_k, tile.block_k)
-        plgpu.copy_gmem_to_smem(source.at[keys], buffer.at[stage], full.at[stage])
-
-    copy(*k_copy, jnp.int32(0))
-    for wg in range(CONSUMERS):
-        rows = source.q.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
-        plgpu.copy_gmem_to_smem(rows, smem.q.at[wg], smem.q_full.at[wg])
+    program.copy_keys(*k_copy, jnp.int32(0))
+    copy_queries(source.q, smem.q, smem.q_full)
 
     @pl.loop(1, count)
     def _(n):
-        copy(*k_copy, n)
-        copy(*v_copy, n - 1)
+        program.copy_keys(*k_copy, n)
+        program.copy_keys(*v_copy, n - 1)
 
-    copy(*v_copy, count - 1)
-    wait_for_last_arrivals(count, tile.stages, smem.k_empty, smem.v_empty)
+    program.copy_keys(*v_copy, count - 1)
+    wait_for_last_arrivals(count, smem.k.shape[0], smem.k_empty, smem.v_empty)
 
 
 class Consumer(NamedTuple):
     """A consumer warpgroup and the refs, in GMEM, of its 64 queries."""
 
-    tile: ForwardTile
+    tile: QueryTile
     smem: Smem
     wg: jax.Array
-    k_start: jax.Ref  # [64]
-    k_end: jax.Ref  # [64]
-    full: jax.Ref  # [2], half-open range of key tiles that need no mask
+    queries: Queries
     out: jax.Ref  # [64, d]
     lse: jax.Ref  # [64]
     carry: tuple[jax.Ref, jax.Ref] | None  # as out and lse
@@ -286,8 +176,9 @@ class Consumer(NamedTuple):
         """Returns m [64], l [64] and acc [64, d] over the key tiles [begin, end)."""
         smem, ops, block_k = self.smem, self.tile.ops, self.tile.block_k
         q = smem.q.at[self.wg]  # [64, d]
-        bounds = load(self.k_start, WGMMA_ROW), load(self.k_end, WGMMA_ROW)  # [64]
-        full = self.full[0], self.full[1]
+        _, *bounds, full = self.queries
+        bounds = [load(bound, WGMMA_ROW) for bound in bounds]  # [64] each
+        full = full[0], full[1]
         m = constant((ROWS,), M_INIT, WGMMA_ROW)  # [64]
         l = constant((ROWS,), 0.0, WGMMA_ROW)  # [64]
 
@@ -338,7 +229,7 @@ class Consumer(NamedTuple):
         return m, l, acc
 
     def _stage(self, n):
-        return lax.rem(n, jnp.int32(self.tile.stages))
+        return lax.rem(n, jnp.int32(self.tile.k_stages))
 
     def _softmax(self, s, j, bounds, full, m, l):
         """Updates the online softmax (FlashAttention, 2205.14135, algorithm 1).

@@ -23,11 +23,10 @@ from ..steps import Kernels, Rows
 from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
-from . import backward_tile as dkv_kernel
 from . import forward as forward_kernel
-from .backward_tile import BackwardTile
-from .block_sizes import BACKWARD, BACKWARD_DQ, FORWARD, HopperBlocks, checked_blocks
+from .backward_tile import BackwardTile, KeyOperands
 from .emulation import EmulatedOps
+from .query_tile import Operands, QueryTile
 from .shared import BLOCK_Q, ROWS, NativeOps
 
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
@@ -38,6 +37,16 @@ FUSED = 64, 128
 
 BLOCK_K = 128
 """Multiple of the keys of each backward tile, as BLOCK_Q is of its queries."""
+
+# The largest tiles without spills, by head size; others are padded to the next.
+FORWARD = {64: (128, 4, 4), 128: (128, 2, 2), 256: (64, 2, 2)}
+"""Keys of a tile, and stages of K and V; 2 at least, as V(n) comes in beside V(n-1)."""
+
+BACKWARD_DQ = {64: (128, 4, 4), 128: (128, 2, 2), 256: (64, 2, 1)}
+"""The same of `backward_dq`."""
+
+BACKWARD = {64: 128, 128: 64, 256: 64}
+"""Queries of a tile of `backward`."""
 
 
 Seen = tuple[jax.Array, ...]
@@ -70,7 +79,7 @@ class Forward:
     shape: (B, L, H, D). q: the same in whole tiles, (B, T, H, d).
     """
 
-    tile: forward_kernel.ForwardTile
+    tile: QueryTile
     interpret: plgpu.InterpretGPUParams | None
     shape: tuple[int, ...]
     q: jax.Array
@@ -89,7 +98,7 @@ class Forward:
     ) -> Partial:
         """Runs the kernel."""
         k, v = (_padded(x, self.tile.block_k, self.q.shape[-1]) for x in (k, v))
-        operands = forward_kernel.Operands(*seen, self.q, k, v, carry or ())
+        operands = Operands(*seen, (), self.q, (), k, v, carry or ())
         return forward_kernel.forward_call(self.tile, operands, self.interpret)
 
     def finish(self, carry: Partial) -> Partial:
@@ -113,7 +122,7 @@ class Backward:
     """
 
     key_tile: BackwardTile
-    query_tile: dq_kernel.QueryTile | None
+    query_tile: QueryTile | None
     interpret: plgpu.InterpretGPUParams | None
     shape: tuple[int, ...]
     keys: int
@@ -153,25 +162,20 @@ class Backward:
         k, v = (_padded(x, self.keys, self.q.shape[-1]) for x in (k, v))
         (live, full, bounds), of_queries = seen
         rows = self.q, self.do, self.lse_delta, bounds
-        dkv_operands = dkv_kernel.Operands(live, full, k, v, *rows)
-        rows = *self.rows, self.q, self.do
-        dq_operands = of_queries and dq_kernel.Operands(*of_queries, *rows, k, v)
+        dkv_operands = KeyOperands(live, full, k, v, *rows)
+        rows = self.rows, self.q, self.do
+        dq_operands = of_queries and Operands(*of_queries, *rows, k, v, ())
         dkv_operands, dq_operands, dq = lax.optimization_barrier(
             (dkv_operands, dq_operands, dq)
         )
-        if dq_operands is None:
-            gradients = backward_kernel.backward_call(
-                self.key_tile, dkv_operands, dq, self.interpret
-            )
-        else:
-            dk, dv = backward_kernel.key_gradients_call(
-                self.key_tile, dkv_operands, self.interpret
-            )
-            dq = dq_kernel.query_gradients_call(
+        fused, dk, dv = backward_kernel.backward_call(
+            self.key_tile, dkv_operands, None if dq_operands else dq, self.interpret
+        )
+        if dq_operands:
+            fused = dq_kernel.query_gradients_call(
                 self.query_tile, dq_operands, dq, self.interpret
             )
-            gradients = dq, dk, dv
-        dq, dk, dv = lax.optimization_barrier(gradients)
+        dq, dk, dv = lax.optimization_barrier((fused, dk, dv))
         dk, dv = (x[:, :keys, :, :depth] for x in (dk, dv))
         return dq, *added(dkv, (dk, dv))
 
@@ -180,13 +184,13 @@ class Backward:
 class Launch(Kernels):
     """The backend, with the options of its kernels.
 
-    blocks: block sizes of `forward`; the best for the head size unless given.
+    blocks: as in `FORWARD`; the best for the head size unless given.
     interpret: how Pallas interprets the kernels on a CPU, for tests; None compiles.
     is_deterministic: whether `backward` sums dq in the same order each time, as it does
       for heads of more than 128 numbers in any case. It takes two WGMMAs more a tile.
     """
 
-    blocks: HopperBlocks | None = None
+    blocks: tuple[int, int, int] | None = None
     interpret: plgpu.InterpretGPUParams | None = None
     is_deterministic: bool = False
 
@@ -200,17 +204,14 @@ class Launch(Kernels):
         """Pads queries, (B, L, H, D).
 
         Raises:
-          ValueError: a type that the kernels do not multiply, or blocks that do not
-            fit.
+          ValueError: a type that the kernels do not multiply.
           NotImplementedError: a head that is too large, or there is no Hopper GPU to
             compile for.
         """
         del k, visible
         d = _checked_head_size(q, self.interpret)
-        blocks = checked_blocks(self.blocks or FORWARD[d], d)
-        shape, (q, factor, tanh_scale) = q.shape, forward_factors(q, scores)
-        sizes = blocks.block_k, blocks.stages
-        tile = forward_kernel.ForwardTile(*sizes, factor, tanh_scale, self.ops)
+        shape, (q, *factors) = q.shape, forward_factors(q, scores)
+        tile = QueryTile(*(self.blocks or FORWARD[d]), *factors, self.ops)
         return Forward(tile, self.interpret, shape, _padded(q, BLOCK_Q, d))
 
     def backward_steps(
@@ -220,21 +221,23 @@ class Launch(Kernels):
         del visible
         q, do, lse, delta = rows
         d = _checked_head_size(q, self.interpret)
-        names = "exponent_scale", "tanh_scale"
-        constants = dict(
-            zip(names, exponent_factors(scores), strict=True), ops=self.ops
-        )
+        constants = *exponent_factors(scores), self.ops
         query_tile = None
         if d not in FUSED or self.is_deterministic:
-            query_tile = dq_kernel.QueryTile(**BACKWARD_DQ[d], **constants)
-        key_tile = BackwardTile(d=d, **BACKWARD[d], **constants)
+            query_tile = QueryTile(*BACKWARD_DQ[d], *constants)
+        key_tile = BackwardTile(d, BACKWARD[d], *constants)
         keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
         if scores.soft_cap is not None and keys == BLOCK_K:
             keys += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
         # Without the barrier XLA makes one fusion of delta's sum and what stacks it, in
         # which a thread adds up a row. P of rows after the end is 0.
         delta = _padded_rows(lax.optimization_barrier(delta))
-        lse = _padded_rows(_exponents(lse, scores.soft_cap), jnp.inf)
+        if scores.soft_cap is None:
+            lse = lse * LOG2_E
+        else:  # of 1 + tanh; of rows without a key P is 0 where all scores are finite
+            is_empty = lse == -jnp.inf
+            lse = jnp.where(is_empty, jnp.inf, (lse + scores.soft_cap) * LOG2_E)
+        lse = _padded_rows(lse, jnp.inf)
         return Backward(
             key_tile=key_tile,
             query_tile=query_tile,
@@ -246,17 +249,6 @@ class Launch(Kernels):
             rows=(lse, delta),
             lse_delta=_stacked((lse, delta), key_tile.block_q),
         )
-
-
-def _exponents(lse: jax.Array, soft_cap: float | None) -> jax.Array:
-    """Returns lse for exponents of 2, of the scores that the kernels have.
-
-    Capped, these are 1 + tanh.
-    """
-    if soft_cap is None:
-        return lse * LOG2_E
-    # Rows without a key: their P is 0 where all scores are finite.
-    return jnp.where(lse == -jnp.inf, jnp.inf, (lse + soft_cap) * LOG2_E)
 
 
 def _pairs(live: TileRanges, full: TileRanges) -> Iterator[jax.Array]:

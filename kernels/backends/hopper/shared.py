@@ -198,12 +198,34 @@ def probabilities(
     """
     if tile.tanh_scale is None:
         # Exponents are masked, and not P: that spills nothing.
-        p = jnp.exp2(masked(s * tile.exponent_scale - lse, -jnp.inf))
+        p = jnp.exp2(masked(s * tile.scale - lse, -jnp.inf))
         return p, p
     t = masked(one_plus_tanh(s, tile.tanh_scale, tile.ops), MASKED)
-    p = jnp.exp2(t * tile.exponent_scale - lse)
+    p = jnp.exp2(t * tile.scale - lse)
     # 1 - tanh² = t (2 - t), whose product comes first: that spills nothing.
     return p, p * (t * (2 - t))
+
+
+def by_role(consume: Callable[[jax.Array], None], produce: Callable[[], None]) -> None:
+    """Runs consume(its number) in a consumer warpgroup, produce() in the producer."""
+    wg = lax.axis_index(WARPGROUP)
+
+    @pl.when(wg < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consume(wg)
+
+    @pl.when(wg == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        produce()
+
+
+def empty_stage(n: jax.Array, stages: int, empty: jax.Ref) -> jax.Array:
+    """Returns the stage of tile n, once consumers are done with tile n - stages."""
+    stage = lax.rem(n, jnp.int32(stages))
+    pl.when(n >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+    return stage
 
 
 def wait_for_last_arrivals(count: jax.Array, stages: int, *empty: jax.Ref) -> None:

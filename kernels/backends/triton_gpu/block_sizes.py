@@ -1,13 +1,12 @@
 """Block sizes of the Triton kernels, and the choices for each kind of GPU."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-@dataclass(frozen=True)
-class TritonBlocks:
+class TritonBlocks(NamedTuple):
     """Block sizes of a Triton kernel.
 
     block_q, block_k: query rows and key slots of a tile, powers of 2 from 16 on.
@@ -20,21 +19,8 @@ class TritonBlocks:
     warps: int
     stages: int
 
-    def __post_init__(self):
-        tile = self.block_q, self.block_k
-        if any(size < 16 or size & (size - 1) for size in tile):
-            raise ValueError(
-                "block_q and block_k of triton must be powers of 2 from 16 on, got "
-                f"block_q={self.block_q}, block_k={self.block_k}"
-            )
-        if self.warps not in (1, 2, 4, 8, 16, 32) or self.stages < 1:
-            raise ValueError(
-                f"warps must be a power of 2 up to 32, stages at least 1, got {self}"
-            )
 
-
-@dataclass(frozen=True)
-class KernelBlocks:
+class KernelBlocks(NamedTuple):
     """Block sizes of the forward, dkv and dq kernels."""
 
     forward: TritonBlocks

@@ -1,19 +1,10 @@
 """The Triton kernels: flash attention forward, and backward in two kernels.
 
-A program owns one tile of rows and loops over the live tiles across it:
-
-    tiles   [live_begin … full_begin) [full_begin … full_end) [full_end … live_end)
-             partial: masked           full: no mask           partial: masked
-    in the   first loop                second loop             first loop
-
-The partial tiles come first, so that every row has a maximum m when the many full tiles
-come. `num_stages` of each loop is Triton's software pipeline: while tile n is computed,
-`cp.async` copies the operands of tiles n + 1 … n + stages - 1 to shared memory.
-
-    forward       owns q      per key tile:    s = q kᵀ, p = exp2(s - m), acc += p v
-    backward_dkv  owns k, v   per query tile:  sᵀ, dpᵀ = v doᵀ, dv += pᵀ do, dk += dsᵀ q
-    backward_dq   owns q, do  per key tile:    s, dp = do vᵀ, ds = p (dp - delta),
-                                               dq += ds k
+A program owns one tile of rows and loops over the live tiles across it, in two loops
+(drawn in docs/kernels/triton.md): the partial tiles come first, so that every row has a
+maximum m when the many full tiles come. `num_stages` of each loop is Triton's software
+pipeline: while tile n is computed, `cp.async` copies the operands of tiles n + 1 …
+n + stages - 1 to shared memory.
 
 `backward_dkv` adds up over the query heads that share its keys. Both backward kernels
 compute s and dp: seven products a tile where one kernel has five, but nothing is added

@@ -20,7 +20,7 @@ from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import Scores, exponent_factors, forward_factors
 from .. import steps
-from ..tile_ranges import TileRanges, key_ranges, query_ranges
+from ..tile_ranges import key_ranges, query_ranges
 from .block_sizes import KernelBlocks, TritonBlocks, chosen_blocks, padded_depth
 
 TYPES = jnp.bfloat16, jnp.float16, jnp.float32
@@ -202,10 +202,12 @@ class Backward(steps.PlainForm):
         """Finds the live tiles of key tiles, and of query tiles."""
         bounds, sizes = _stacked(k_start, k_end), self.dkv.sizes
         across = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
-        across = _with_whole_tiles(across, sizes.queries // sizes.block_q)
+        begin, *full, end = across
+        # A last tile with rows missing is never full.
+        full = (jnp.minimum(x, sizes.queries // sizes.block_q) for x in full)
         sizes = self.dq.sizes
-        ranges = across, key_ranges(*bounds, sizes.block_q, sizes.block_k)
-        return bounds, *(_stacked(*x) for x in ranges)
+        ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
+        return bounds, _stacked(begin, *full, end), _stacked(*ranges)
 
     def add(
         self,
@@ -304,8 +306,13 @@ def _checked_capability(capability: int | None, q: jax.Array) -> int:
             f"triton has kernels for heads of up to 256 numbers, got {q.shape=}: "
             "use implementation='blockwise'"
         )
-    if capability is None:
-        capability = _device_capability()
+    try:
+        capability = capability or pltriton.get_gpu_info().compute_capability
+    except ValueError as error:
+        raise NotImplementedError(
+            "triton needs an NVIDIA GPU, or a mesh that describes one: name "
+            "another implementation, or none"
+        ) from error
     if capability < 80:
         raise NotImplementedError(
             f"triton needs a GPU of compute capability 8.0 or newer, this one has "
@@ -314,29 +321,11 @@ def _checked_capability(capability: int | None, q: jax.Array) -> int:
     return capability
 
 
-def _device_capability() -> int:
-    try:
-        return pltriton.get_gpu_info().compute_capability
-    except ValueError as error:
-        raise NotImplementedError(
-            "triton needs an NVIDIA GPU, or a mesh that describes one: name "
-            "another implementation, or none"
-        ) from error
-
-
 def _widened(*operands: jax.Array) -> Iterator[jax.Array]:
     """Pads rows with zeros to the power of 2 that a tile has: [B, T, H, block_d]."""
     for x in operands:
         more = padded_depth(x.shape[-1]) - x.shape[-1]
         yield jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))
-
-
-def _with_whole_tiles(ranges: TileRanges, whole: int) -> TileRanges:
-    """Returns ranges in which a last tile with rows missing is never full."""
-    return ranges._replace(
-        full_begin=jnp.minimum(ranges.full_begin, whole),
-        full_end=jnp.minimum(ranges.full_end, whole),
-    )
 
 
 def _stacked(*arrays: jax.Array) -> jax.Array:

@@ -1,0 +1,175 @@
+"""What the Hopper kernels of `forward` and `backward_dq` share.
+
+A program owns one query tile [128, d] of one head, and loops over its live key tiles.
+Its two consumers own 64 queries each.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .shared import BLOCK_Q, CONSUMERS, ROWS, NativeOps, empty_stage, tiled_smem
+
+
+class QueryTile(NamedTuple):
+    """Sizes and constants of a program.
+
+    block_k: keys of a tile. k_stages, v_stages: tiles of K (2 at least) and V in SMEM.
+    scale: factor on scores, for exponents of 2; positive in the forward kernel.
+    tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
+    ops: of the GPU, or emulated.
+    """
+
+    block_k: int
+    k_stages: int
+    v_stages: int
+    scale: float
+    tanh_scale: float | None
+    ops: NativeOps
+
+
+class Operands(NamedTuple):
+    """Arrays that a kernel reads, in GMEM. T and S are whole tiles.
+
+    live: int32 (M, T / 128, 2), half-open range of key tiles that are not empty.
+    full: int32 (M, T / 64, 2), those that need no mask; M is B or 1.
+    k_start, k_end: int32 (M, T), visible keys of each query.
+    lse_delta: of the backward, float32 (B, H, T) each: lse for exponents of 2, delta.
+    q: (B, T, H, D). do: the same, of the backward. k, v: (B, S, K, D).
+    carry: of the forward, out (B, T, H, D) and natural-log lse (B, H, T) over other
+      keys, if any.
+    """
+
+    live: jax.Array
+    full: jax.Array
+    k_start: jax.Array
+    k_end: jax.Array
+    lse_delta: tuple[jax.Array, ...]
+    q: jax.Array
+    do: jax.Array | tuple[()]
+    k: jax.Array
+    v: jax.Array
+    carry: tuple[jax.Array, ...]
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The last axis is the fastest: heads share keys, and long rows come first."""
+        batch, length, heads, _ = self.q.shape
+        return {"tile": length // BLOCK_Q, "batch": batch, "head": heads}
+
+
+class Smem(NamedTuple):
+    """Shared memory and barriers of a program, the latter as in the kernels' tables."""
+
+    q: jax.Ref  # [2, 64, d]
+    do: jax.Ref | None  # [2, 64, d], of the backward
+    k: jax.Ref  # [k_stages, block_k, d]
+    v: jax.Ref  # [v_stages, block_k, d]
+    acc: jax.Ref | None  # [2, 64, d] float32 where emulated
+    q_full: jax.Ref  # [2]
+    do_full: jax.Ref | None  # [2], of the backward
+    k_full: jax.Ref  # [k_stages]
+    v_full: jax.Ref  # [v_stages]
+    k_empty: jax.Ref  # [k_stages]
+    v_empty: jax.Ref  # [v_stages]
+    schedule: jax.Ref | None  # [2], of the forward
+
+    @classmethod
+    def types(
+        cls, tile: QueryTile, d: int, dtype: jnp.dtype, is_backward: bool
+    ) -> "Smem":
+        queries = tiled_smem((CONSUMERS, ROWS, d), dtype)
+        of_consumer = plgpu.Barrier(num_barriers=CONSUMERS)
+        by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
+        return cls(
+            q=queries,
+            do=queries if is_backward else None,
+            k=tiled_smem((tile.k_stages, tile.block_k, d), dtype),
+            v=tiled_smem((tile.v_stages, tile.block_k, d), dtype),
+            acc=tile.ops.acc_smem(ROWS, d),
+            q_full=of_consumer,
+            do_full=of_consumer if is_backward else None,
+            k_full=plgpu.Barrier(num_barriers=tile.k_stages),
+            v_full=plgpu.Barrier(num_barriers=tile.v_stages),
+            k_empty=by_consumers(num_barriers=tile.k_stages),
+            v_empty=by_consumers(num_barriers=tile.v_stages),
+            schedule=None if is_backward else of_consumer,
+        )
+
+
+class Program(NamedTuple):
+    """A query tile of a head, and its live key tiles [begin, end)."""
+
+    batch: jax.Array
+    head: jax.Array
+    q_tile: jax.Array
+    bound_row: jax.Array | int
+    begin: jax.Array
+    end: jax.Array
+
+    @classmethod
+    def of(cls, live: jax.Ref) -> "Program":
+        """Returns that of this thread block."""
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        # Under a causal mask the last tiles have most live keys: they come first.
+        q_tile = live.shape[1] - 1 - lax.axis_index("tile")
+        bound_row = batch if live.shape[0] > 1 else 0
+        begin, end = live[bound_row, q_tile, 0], live[bound_row, q_tile, 1]
+        return cls(batch, head, q_tile, bound_row, begin, end)
+
+    def queries(self, operands: Operands, wg: jax.Array) -> "Queries":
+        """Returns those of a consumer."""
+        rows_64 = self.q_tile * CONSUMERS + wg  # which 64 queries of the sequence
+        rows = pl.ds(rows_64 * ROWS, ROWS)
+        return Queries(
+            rows=rows,
+            k_start=operands.k_start.at[self.bound_row, rows],
+            k_end=operands.k_end.at[self.bound_row, rows],
+            full=operands.full.at[self.bound_row, rows_64],
+        )
+
+    def source(self, operands: Operands) -> Operands:
+        """Returns what the producer copies: Q and dO [128, d], K and V [S, d]."""
+        group = operands.q.shape[2] // operands.k.shape[2]
+        kv_head = lax.div(self.head, jnp.int32(group))
+        queries = self.batch, pl.ds(self.q_tile * BLOCK_Q, BLOCK_Q), self.head
+        return operands._replace(
+            q=operands.q.at[queries],
+            do=operands.do.at[queries] if operands.lse_delta else (),
+            k=operands.k.at[self.batch, :, kv_head],
+            v=operands.v.at[self.batch, :, kv_head],
+        )
+
+    def copy_keys(
+        self, source: jax.Ref, buffer: jax.Ref, full: jax.Ref, empty: jax.Ref, n: Any
+    ) -> None:
+        """Copies K(n) or V(n) to its stage, once that is empty."""
+        stages, block_k, _ = buffer.shape
+        stage = empty_stage(n, stages, empty)
+        keys = pl.ds((self.begin + n) * block_k, block_k)
+        plgpu.copy_gmem_to_smem(source.at[keys], buffer.at[stage], full.at[stage])
+
+
+class Queries(NamedTuple):
+    """64 queries of a consumer.
+
+    rows: of the sequence.
+    full: half-open range of key tiles that need no mask.
+    """
+
+    rows: pl.Slice
+    k_start: jax.Ref  # [64]
+    k_end: jax.Ref  # [64]
+    full: jax.Ref  # [2]
+
+
+def copy_queries(source: jax.Ref, buffer: jax.Ref, full: jax.Ref) -> None:
+    """Copies Q or dO [128, d] for both consumers."""
+    for wg in range(CONSUMERS):
+        rows = source.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
+        plgpu.copy_gmem_to_smem(rows, buffer.at[wg], full.at[wg])
