@@ -20,12 +20,10 @@ from kernels.backends.tile_ranges import key_ranges
 from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.tpu.backward_dq import STREAMED
 from kernels.backends.tpu.backward_tile import BackwardTile
-from kernels.backends.tpu.block_sizes import TPU_FORWARD
-from kernels.backends.tpu.bounds import RowBounds
-from kernels.backends.tpu.cut import Cut
-from kernels.backends.tpu.diagonal import Diagonals
+from kernels.backends.tpu.block_sizes import TPU_FORWARD, Cut
+from kernels.backends.tpu.bounds import Diagonals, RowBounds
 from kernels.backends.tpu.launch import Launch
-from kernels.backends.tpu.orientation import UPRIGHT
+from kernels.backends.tpu.vector import UPRIGHT
 from kernels.layouts import Striped
 from kernels.masks import causal
 from tests.cases.attention import FLOAT32_TOLERANCE
@@ -138,8 +136,7 @@ def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves(launc
 
 def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
     """As they are chosen, forward after a first ring step and backward."""
-    forward = pallas_tpu.cut_forward(chip, q, k)
-    return forward, pallas_tpu.cut_backward(chip, q, k)[0]
+    return pallas_tpu.cut_forward(chip, q, k), pallas_tpu.cut_backward(chip, q, k)
 
 
 @pytest.mark.parametrize("version", ["v3", "v4", "v5e", "v5p", "v6e"])

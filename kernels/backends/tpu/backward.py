@@ -1,16 +1,10 @@
 """Computes dq, dk and dv on a TPU, in one pass: the backward kernel.
 
 A program owns key tile j and loops over its live query tiles i in order, with five
-matmuls a tile (FlashAttention-2, 2307.08691, algorithm 2):
-
-    HBM    Q, dO, (lse, delta), bounds of the next tile, and its dQ: see `backward_dq`
-             | DMA, started before tile i is computed
-    VMEM   buffers (n + 1) & 1 fill, while the units read buffers n & 1
-             | drained by `DoubleBuffer.wait` at the start of the next iteration
-    MXU    S^T = K Q^T    dV += P^T dO    dP^T = V dO^T      dQ += dS K    dK += dS^T Q
-    VPU         P^T = exp2(S^T - lse)         dS^T = P^T (dP^T - delta)
-                                              times the slope of a soft cap, if any
-    HBM    dK, dV of tile j: Pallas double-buffers them, as K and V, a block a program
+matmuls a tile (FlashAttention-2, 2307.08691, algorithm 2; see `backward_tile`). Q, dO,
+(lse, delta) and bounds are double-buffered by hand, as docs/kernels/tpu.md draws it: in
+iteration n those of the next tile come into buffers (n + 1) & 1, and its float32 dQ
+where `backward_dq` says. Pallas double-buffers K, V, dK and dV, a block a program.
 
 The next tile is i + 1 or, in a program's last iteration, the first one of the next
 program of the head. n counts the iterations so chained. Only the copies of a chain's
@@ -18,9 +12,6 @@ first tile are waited for with nothing to compute: once a head, if no key tile i
 
 Scores are transposed, [keys, rows], so that lse and delta, one number a row, lie along
 the lanes and are broadcast over the sublanes for nothing.
-
-dQ is accumulated in float32 in HBM, in place, or in VMEM where all tiles of a head fit
-there.
 """
 
 import functools
@@ -35,11 +26,10 @@ from ..tile_ranges import TileRanges
 from .backward_dq import STREAMED, VISITED, Resident, Streamed
 from .backward_tile import BackwardTile, KeyTile, QueryTile
 from .block_sizes import TpuBlocks
-from .bounds import Neighbours, SubBlockBounds, TileNumbers
+from .bounds import Neighbours, TileNumbers
 from .dma import DoubleBuffer, StackedTiles, Tiles
-from .orientation import UPRIGHT, Orientation
 from .tile_config import TileConfig
-from .vector import buffer_bytes, flat_index
+from .vector import UPRIGHT, Orientation, buffer_bytes, flat_index
 
 
 class Operands(NamedTuple):
@@ -66,11 +56,8 @@ class Operands(NamedTuple):
 class Scratch(NamedTuple):
     """VMEM of a program, and the semaphores of its copies."""
 
-    q: jax.Ref  # [2, R, D]
-    do: jax.Ref  # [2, R, D]
-    lse_delta: jax.Ref  # [2, 2, R]
-    row_bounds: jax.Ref  # [2, 2, R]
-    semaphores: jax.Ref  # [q, do, lse_delta and row_bounds, 2]
+    queries: tuple[jax.Ref, ...]  # q, do [2, R, D]; lse_delta, row_bounds [2, 2, R]
+    semaphores: jax.Ref  # [these four, 2]
     dq: jax.Ref  # [query tiles or STREAMED, R, D], or the last two swapped
     dq_semaphores: jax.Ref  # [in and out, STREAMED]
     counts: jax.Ref  # [2], SMEM: see `backward_dq`
@@ -85,11 +72,9 @@ class Scratch(NamedTuple):
         orientation: Orientation = UPRIGHT,
     ):
         """Returns the scratch to allocate. rows: R. depth: D."""
+        q, number_types = pltpu.VMEM((2, rows, depth), dtype), (jnp.float32, jnp.int32)
         return cls(
-            q=pltpu.VMEM((2, rows, depth), dtype),
-            do=pltpu.VMEM((2, rows, depth), dtype),
-            lse_delta=pltpu.VMEM((2, 2, rows), jnp.float32),
-            row_bounds=pltpu.VMEM((2, 2, rows), jnp.int32),
+            queries=(q, q, *(pltpu.VMEM((2, 2, rows), x) for x in number_types)),
             semaphores=pltpu.SemaphoreType.DMA((4, 2)),
             dq=pltpu.VMEM((dq_tiles, *orientation.ordered(rows, depth)), jnp.float32),
             dq_semaphores=pltpu.SemaphoreType.DMA((2, STREAMED)),
@@ -97,31 +82,26 @@ class Scratch(NamedTuple):
         )
 
 
-class Memory(NamedTuple):
-    """VMEM of a program, in bytes, and whether dq of a head stays there.
+def held_bytes(
+    blocks: TpuBlocks, row: jax.ShapeDtypeStruct, query_tiles: int, limit: int
+) -> tuple[int, bool]:
+    """Returns the VMEM that a program takes, and whether dq of a head stays there.
 
     It does if it takes no more than half of what the rest leaves.
+
+    row: of q, [D]. query_tiles: of a head. limit: in bytes.
     """
-
-    held: int
-    is_dq_resident: bool
-
-    @classmethod
-    def of(
-        cls, blocks: TpuBlocks, row: jax.ShapeDtypeStruct, query_tiles: int, limit: int
-    ) -> "Memory":
-        """Plans for a limit in bytes. row: of q, [D]. query_tiles: of a head."""
-        (depth,) = row.shape
-        scratch = Scratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
-        k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
-        dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
-        scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
-        held = 2 * buffer_bytes((k, k, dk, dk)) + scores
-        held += buffer_bytes((scratch.q, scratch.do))
-        streamed = buffer_bytes(scratch.dq)
-        resident = streamed // STREAMED * query_tiles
-        is_resident = resident <= (limit - held) // 2
-        return cls(held + (resident if is_resident else streamed), is_resident)
+    (depth,) = row.shape
+    scratch = Scratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
+    k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
+    dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
+    scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
+    held = 2 * buffer_bytes((k, k, dk, dk)) + scores
+    held += buffer_bytes(scratch.queries[:2])
+    streamed = buffer_bytes(scratch.dq)
+    resident = streamed // STREAMED * query_tiles
+    is_resident = resident <= (limit - held) // 2
+    return held + (resident if is_resident else streamed), is_resident
 
 
 def backward_call(
@@ -162,11 +142,7 @@ def backward_call(
                 Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles, orientation)
             ],
         ),
-        out_shape=(
-            jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32),
-            dk,
-            dk,
-        ),
+        out_shape=(jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32), dk, dk),
         input_output_aliases={flat_index(operands, "dq"): 0},
         **options,
     )
@@ -206,7 +182,7 @@ def _kernel(
             Tiles(lse_delta_hbm_ref.at[batch, head]),
             Tiles(row_bounds_hbm_ref.at[batch]),
         ),
-        buffers=(scratch.q, scratch.do, scratch.lse_delta, scratch.row_bounds),
+        buffers=scratch.queries,
         semaphores=scratch.semaphores,
     )
     dq = dq_type(
@@ -217,7 +193,7 @@ def _kernel(
         semaphores=scratch.dq_semaphores,
         counts=scratch.counts,
     )
-    keys = KeyTile(k=k_ref, v=v_ref, dk=dk_ref, dv=dv_ref)
+    keys = KeyTile(k_ref, v_ref, dk_ref, dv_ref)
     block_q = q_hbm_ref.shape[3] // query_tiles
     # By sub-blocks, the others take no longer than the staircases with a base.
     diagonals = numbers.diagonals(config.blocks, block_q, has_all=False)
@@ -248,20 +224,9 @@ def _kernel(
             prefetch(following, n + 1, following >= seen)
 
         # Drains tile i, started by the last visit, or before the loop.
-        q_ref, do_ref, lse_delta_ref, row_bounds_ref = copies.wait(i, n & 1)
-        queries = QueryTile(
-            q=q_ref,
-            do=do_ref,
-            lse_delta=lse_delta_ref,
-            row_bounds=row_bounds_ref,
-            dq=dq.wait(i, n),
-        )
+        queries = QueryTile(*copies.wait(i, n & 1), dq.wait(i, n))
         query_tile = batch * query_tiles + i
-        bounds = SubBlockBounds(
-            min_k_start=numbers.min_k_start,
-            max_k_end=numbers.max_k_end,
-            offset=query_tile * sub_blocks,
-        )
+        bounds = numbers.sub_blocks(query_tile * sub_blocks)
         first_key = j * k_ref.shape[0]
         tile = BackwardTile(keys, queries, first_key, bounds, diagonals, config)
         is_full = (ranges.full_begin <= i) & (i < ranges.full_end)

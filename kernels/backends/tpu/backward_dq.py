@@ -17,7 +17,7 @@ Both have the same methods. `chains` says where chains go on. The kernel calls f
 visit `prefetch` (in the visit before), `wait` and `store`, and for each key tile `end`.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .bounds import LiveTiles, Neighbours
-from .dma import StackedTiles, copies_in, copies_out, start_all, wait_all
+from .dma import StackedTiles, copies, start_all, wait_all
 
 STREAMED = 3
 """Buffers of a streamed dQ: one arrives, one is added to, one leaves."""
@@ -34,15 +34,20 @@ VISITED, STORED = 0, 1
 """Places in SMEM: visits of the chain so far; tiles of the head on their way out."""
 
 
-class Resident(NamedTuple):
-    """dQ that stays in VMEM from a tile's first visit to the end of its head."""
+@dataclass(frozen=True)
+class Accumulator:
+    """dQ of a head, and its copies."""
 
     near: Neighbours
-    buffer: jax.Ref  # [query tiles, R, D]
-    source: StackedTiles
+    buffer: jax.Ref  # [query tiles or STREAMED, R, D], or the last two swapped
+    source: StackedTiles  # the same memory as the target
     target: StackedTiles
     semaphores: jax.Ref  # [in and out, STREAMED]
     counts: jax.Ref  # [2], SMEM: at VISITED and STORED
+
+
+class Resident(Accumulator):
+    """dQ that stays in VMEM from a tile's first visit to the end of its head."""
 
     @staticmethod
     def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:
@@ -76,23 +81,15 @@ class Resident(NamedTuple):
             pl.loop(0, stored)(lambda _: wait_all(self._outgoing(0)))  # one of them
 
     def _incoming(self, i: jax.Array, n: jax.Array) -> list:
-        semaphore = self.semaphores.at[0, n & 1]
-        return copies_in(self.source, i, self.buffer.at[i], semaphore)
+        return copies(self.source, i, self.buffer.at[i], self.semaphores.at[0, n & 1])
 
     def _outgoing(self, i: jax.Array) -> list:
         semaphore = self.semaphores.at[1, 0]
-        return copies_out(self.target, i, self.buffer.at[i], semaphore)
+        return copies(self.target, i, self.buffer.at[i], semaphore, is_out=True)
 
 
-class Streamed(NamedTuple):
+class Streamed(Accumulator):
     """dQ in HBM, of which one tile at a time is added to in VMEM."""
-
-    near: Neighbours
-    buffer: jax.Ref  # [STREAMED, R, D]
-    source: StackedTiles  # the same memory as the target
-    target: StackedTiles
-    semaphores: jax.Ref  # [in and out, STREAMED]
-    counts: jax.Ref
 
     @staticmethod
     def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:
@@ -135,9 +132,9 @@ class Streamed(NamedTuple):
         slot = lax.rem(n, STREAMED)
         buffer = self.buffer.at[slot]
         # From the target, which aliases the source: earlier key tiles have added to it.
-        return copies_in(self.target, i, buffer, self.semaphores.at[0, slot])
+        return copies(self.target, i, buffer, self.semaphores.at[0, slot])
 
     def _outgoing(self, i: jax.Array, n: jax.Array) -> list:
         slot = lax.rem(n, STREAMED)
-        buffer = self.buffer.at[slot]
-        return copies_out(self.target, i, buffer, self.semaphores.at[1, slot])
+        buffer, semaphore = self.buffer.at[slot], self.semaphores.at[1, slot]
+        return copies(self.target, i, buffer, semaphore, is_out=True)

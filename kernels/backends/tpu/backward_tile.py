@@ -4,7 +4,8 @@ The three stages of a piece wait for each other; those of other pieces, `ahead` 
 later, are issued between them:
 
     stage 0   S^T = K Q^T             P^T = exp2(S^T - lse)
-    stage 1   dV += P^T dO            dP^T = V dO^T, dS^T = P^T (dP^T - delta)
+    stage 1   dV += P^T dO            dP^T = V dO^T, dS^T = P^T (dP^T - delta), times
+                                      the slope of a soft cap, if any
     stage 2   dQ += dS K              dK += dS^T Q
 
 Within a piece each matmul is issued once its operands are there, and dQ before dK:
@@ -21,11 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ...masks import in_interval
-from .bounds import SubBlockBounds
-from .diagonal import Diagonals, Strip
-from .orientation import Orientation
+from .bounds import Diagonals, Strip, SubBlockBounds
 from .tile_config import TileConfig
-from .vector import NN, NT, TN, dot
+from .vector import NN, NT, TN, Orientation, dot
 
 STAGES = 3
 
@@ -105,34 +104,19 @@ class BackwardTile(NamedTuple):
 
     def _add_partial(self) -> None:
         """Adds those of the live granules of each sub-block, masked."""
-        exact_rows, granule, block_k = (
-            self.config.blocks.exact_rows,
-            self.config.blocks.live_columns,
-            self.config.blocks.block_k,
-        )
 
-        @pl.loop(0, self.queries.q.shape[0] // exact_rows)
-        def _(block):
-            rows = pl.ds(pl.multiple_of(block * exact_rows, exact_rows), exact_rows)
-            begin, count = self.bounds.live_granules(
-                block, self.first_key, block_k, granule
-            )
-            begin = pl.multiple_of(begin * granule, granule)
-
+        def add(rows: pl.Slice, keys: pl.Slice) -> None:
             def mask(p: jax.Array) -> jax.Array:
                 k_start = self.queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
                 k_end = self.queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
                 key = lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
-                key = self.first_key + begin + key  # [keys, rows]
+                key = self.first_key + keys.start + key  # [keys, rows]
                 return jnp.where(in_interval(k_start, key, k_end), p, 0.0)
 
-            def add(width: int) -> None:
-                live = self.keys.at(pl.ds(begin, width), self.config.orientation)
-                _interleave([self._piece(live, rows, mask)], ahead=0)
+            live = self.keys.at(keys, self.config.orientation)
+            _interleave([self._piece(live, rows, mask)], ahead=0)
 
-            # Shapes are static: one branch for each number of live granules.
-            for live in range(1, block_k // granule + 1):
-                pl.when(count == live)(functools.partial(add, live * granule))
+        self.bounds.for_each(self.config.blocks, self.first_key, add)
 
     def _piece(
         self,

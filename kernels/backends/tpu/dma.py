@@ -6,7 +6,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .orientation import UPRIGHT, Orientation
+from .vector import UPRIGHT, Orientation
 
 
 class Tiles(NamedTuple):
@@ -46,26 +46,20 @@ def stacked_rows(group: int, rows: int) -> list[pl.Slice]:
     return [pl.ds(head * block_q, block_q) for head in range(group)]
 
 
-def copies_in(
-    tiles: Tiles | StackedTiles, tile: jax.Array, buffer: jax.Ref, semaphore: jax.Ref
+def copies(
+    tiles: Tiles | StackedTiles,
+    tile: jax.Array,
+    buffer: jax.Ref,
+    semaphore: jax.Ref,
+    is_out: bool = False,
 ) -> list:
-    """Builds the HBM -> VMEM copies of one tile; the caller starts and waits for them.
+    """Builds the copies of one tile, HBM -> VMEM or out; the caller starts them.
 
     To wait for copies that were started elsewhere, build the same ones again.
     """
     return [
-        pltpu.make_async_copy(hbm, vmem, semaphore)
-        for hbm, vmem in tiles.pairs(tile, buffer)
-    ]
-
-
-def copies_out(
-    tiles: Tiles | StackedTiles, tile: jax.Array, buffer: jax.Ref, semaphore: jax.Ref
-) -> list:
-    """Builds the VMEM -> HBM copies of one tile; as `copies_in`."""
-    return [
-        pltpu.make_async_copy(vmem, hbm, semaphore)
-        for hbm, vmem in tiles.pairs(tile, buffer)
+        pltpu.make_async_copy(*(pair[::-1] if is_out else pair), semaphore)
+        for pair in tiles.pairs(tile, buffer)
     ]
 
 
@@ -101,12 +95,8 @@ class DoubleBuffer(NamedTuple):
         return tuple(buffer.at[slot] for buffer in self.buffers)
 
     def _copies(self, tile: jax.Array, slot: jax.Array) -> list:
-        return [  # one a source, or one a stacked head
-            copy
-            for number, (source, buffer) in enumerate(
-                zip(self.sources, self.buffers, strict=True)
-            )
-            for copy in copies_in(
-                source, tile, buffer.at[slot], self.semaphores.at[number, slot]
-            )
-        ]
+        found = []  # one a source, or one a stacked head
+        for number, source in enumerate(self.sources):
+            buffer, semaphore = self.buffers[number], self.semaphores.at[number, slot]
+            found += copies(source, tile, buffer.at[slot], semaphore)
+        return found

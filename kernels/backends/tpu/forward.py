@@ -1,14 +1,8 @@
 """Computes out and lse on a TPU: the forward kernel.
 
 A program owns a query tile and loops over its live key tiles j, from the last to the
-first, with K and V double-buffered by hand:
-
-    HBM    K, V of the next tile     (empty tiles are never copied)
-             | DMA, started before tile j is computed
-    VMEM   K, V buffer (n + 1) & 1 fills, while the units read buffer n & 1
-             | drained by `DoubleBuffer.wait` at the start of the next iteration
-    MXU    S = Q K^T       acc += P V            of sub-tiles, pipelined:
-    VPU         P = exp2(S - m), l += P          see `softmax.lazy_tile`
+first (see `softmax`). K and V are double-buffered by hand, as docs/kernels/tpu.md draws
+it: in iteration n those of the next tile come into buffer (n + 1) & 1.
 
 The next tile is j - 1 or, in a program's last iteration, the first one of the next
 program of the head; n counts the iterations so chained. Pallas itself double-buffers
@@ -27,15 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tile_ranges import TileRanges
-from .block_sizes import TpuBlocks
-from .bounds import Neighbours, RowBounds, SubBlockBounds, TileNumbers
-from .cut import Cut
+from .block_sizes import Cut, TpuBlocks
+from .bounds import Neighbours, RowBounds, TileNumbers
 from .dma import DoubleBuffer, Tiles
-from .orientation import Orientation
 from .query_tile import VISITED, Carry, QueryTile, stack_heads
 from .softmax import SoftmaxState
 from .tile_config import TileConfig
-from .vector import buffer_bytes, flat_index
+from .vector import Orientation, buffer_bytes, flat_index
 
 
 class Operands(NamedTuple):
@@ -58,8 +50,7 @@ class Operands(NamedTuple):
 class Scratch(NamedTuple):
     """VMEM of a program, and the semaphores of its copies."""
 
-    k: jax.Ref  # [2, block_k, D]
-    v: jax.Ref  # [2, block_k, D]
+    kv: tuple[jax.Ref, jax.Ref]  # [2, block_k, D] each
     semaphores: jax.Ref  # [k and v, 2]
     state: SoftmaxState
     counts: jax.Ref  # [2], SMEM: see `query_tile`
@@ -80,8 +71,7 @@ class Scratch(NamedTuple):
         numbers = orientation.ordered(rows, orientation.number_width)
         bound = pltpu.VMEM(numbers, jnp.int32)
         return cls(
-            k=pltpu.VMEM(keys, dtype),
-            v=pltpu.VMEM(keys, dtype),
+            kv=(pltpu.VMEM(keys, dtype), pltpu.VMEM(keys, dtype)),
             semaphores=pltpu.SemaphoreType.DMA((2, 2)),
             state=SoftmaxState.shapes(rows, depth, orientation),
             counts=pltpu.SMEM((2,), jnp.int32),
@@ -90,7 +80,7 @@ class Scratch(NamedTuple):
         )
 
 
-def held_bytes(cut: Cut, row: jax.ShapeDtypeStruct) -> int:
+def held_bytes(row: jax.ShapeDtypeStruct, cut: Cut) -> int:
     """Returns the VMEM that a program takes, with a carry. row: of q, [D]."""
     blocks, (depth,) = cut.blocks, row.shape
     rows = blocks.stacked_rows
@@ -190,7 +180,7 @@ def _kernel(
     visited = jnp.where(is_prefetched, scratch.counts[VISITED], 0)
     kv = DoubleBuffer(
         sources=(Tiles(k_hbm_ref.at[batch, head]), Tiles(v_hbm_ref.at[batch, head])),
-        buffers=(scratch.k, scratch.v),
+        buffers=scratch.kv,
         semaphores=scratch.semaphores,
     )
 
@@ -198,7 +188,7 @@ def _kernel(
     def _():
         kv.start(here.end - 1, jnp.int32(0))
 
-    stacked_q_ref = stack_heads(q_ref, scratch.q)  # [R, D]
+    q = stack_heads(q_ref, scratch.q)  # [R, D]
     ranges = TileRanges(*(number[query_tile] for number in numbers.ranges))
     # Keys of other shards, and so staircases, meet a carry.
     has_all, block_q = bool(carry_ref), q_ref.shape[1]
@@ -208,17 +198,13 @@ def _kernel(
         ranges=ranges,
         diagonals=numbers.diagonals(config.blocks, block_q, has_all),
         first_end=first_end,
-        q=stacked_q_ref,
+        q=q,
         carry=carry_ref,
         state=scratch.state,
         counts=scratch.counts,
         packed_bounds=bounds_ref,
         bounds=scratch.bounds,
-        sub_blocks=SubBlockBounds(
-            min_k_start=numbers.min_k_start,
-            max_k_end=numbers.max_k_end,
-            offset=query_tile * sub_blocks,
-        ),
+        sub_blocks=numbers.sub_blocks(query_tile * sub_blocks),
     )
     work.begin()
 

@@ -6,6 +6,8 @@ and `backward`. A ring prepares the queries, and the tiles of all its steps, onc
 `backends.steps`. Letters of shapes: see `kernels.backends.tpu`.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -23,9 +25,11 @@ from .block_sizes import (
     TPU_BACKWARD_CAPPED,
     TPU_FORWARD,
     TPU_FORWARD_CAPPED,
+    Cut,
     TpuBlocks,
+    choose_cut,
+    vmem_limit,
 )
-from .cut import Cut, choose_cut, vmem_limit
 from .query_tile import Carry
 from .setup import Seen, Setup, row_of
 from .softmax import NOTHING
@@ -44,7 +48,7 @@ class Forward:
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
         """Finds the live tiles of query tiles."""
-        return self.setup.prepare(self.setup.key_ranges, k_start, k_end)
+        return self.setup.prepare(k_start, k_end, owns_keys=False)
 
     def begin(self, partial: Partial) -> Carry:
         """Lays out a partial result as the kernel reads it."""
@@ -95,18 +99,16 @@ class Backward(PlainForm):
 
     q, do: [M, X, G, query tiles * block_q, D]. lse_delta: lse in base 2, and delta,
       [M, X, query tiles, 2, R].
-    is_dq_resident: whether dq of a head stays in VMEM.
     """
 
     setup: Setup
     q: jax.Array
     do: jax.Array
     lse_delta: jax.Array
-    is_dq_resident: bool
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
         """Finds the live tiles of key tiles."""
-        return self.setup.prepare(self.setup.query_ranges, k_start, k_end)
+        return self.setup.prepare(k_start, k_end, owns_keys=True)
 
     def add(
         self,
@@ -130,7 +132,7 @@ class Backward(PlainForm):
         )
         options = setup.options("arbitrary", 5, operands)
         gradients = backward_kernel.backward_call(
-            setup.config, operands, self.is_dq_resident, **options
+            setup.config, operands, cut.is_dq_resident, **options
         )
         dq, dk, dv = (cut.orientation.swap(x) for x in gradients)
         dk, dv = (cut.sum_heads(tiling.join_keys(x)) for x in (dk, dv))  # (B, S, K, D)
@@ -163,10 +165,7 @@ class Launch(Kernels):
             memory for any tiles, or for the bounds of all of them; or a soft cap out of
             range.
         """
-        chip, cap = self._checked(q.dtype, scores.soft_cap)
-        cut = cut_forward(chip, q, k, self.blocks, is_capped=bool(cap))
-        problem = (q, k, visible.k_start), (scores.scale, cap)
-        setup = Setup.of(chip, cut, *problem, self.interpret)
+        setup = self._setup(cut_forward, (q, k, visible.k_start), scores)
         return Forward(setup, setup.queries(q))
 
     def backward_steps(
@@ -174,28 +173,21 @@ class Launch(Kernels):
     ) -> Backward:
         """Cuts and lays out q, do, lse and delta; errors as of `forward_steps`."""
         q, do, lse, delta = rows
-        chip, cap = self._checked(q.dtype, scores.soft_cap)
-        cut, is_dq_resident = cut_backward(chip, q, k, self.blocks, bool(cap))
-        problem = (q, k, visible.k_start), (scores.scale, cap)
-        setup = Setup.of(chip, cut, *problem, self.interpret)
+        setup = self._setup(cut_backward, (q, k, visible.k_start), scores)
         # Less the offset, P comes out times 2**offset. Of rows without keys it is 0.
         lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - setup.offset)
         lse, delta = map(setup.tiling.split_rows, (lse, delta))  # [M, X, tiles, R]
-        return Backward(
-            setup=setup,
-            q=setup.queries(q),
-            do=setup.queries(do),
-            lse_delta=jnp.stack((lse, delta), 3),
-            is_dq_resident=is_dq_resident,
-        )
+        operands = setup.queries(q), setup.queries(do), jnp.stack((lse, delta), 3)
+        return Backward(setup, *operands)
 
-    def _checked(
-        self, dtype: jnp.dtype, soft_cap: float | None
-    ) -> tuple[pltpu.TpuInfo, SoftCap | None]:
-        """Returns the chip that is compiled for, and the soft cap on it."""
-        if dtype not in (jnp.bfloat16, jnp.float32):
+    def _setup(
+        self, choose: Callable, operands: tuple[jax.Array, ...], scores: Scores
+    ) -> Setup:
+        """Cuts a problem. choose: of the next two. operands: q, k and k_start."""
+        q, k, _ = operands
+        if q.dtype not in (jnp.bfloat16, jnp.float32):
             raise ValueError(
-                f"pallas_tpu computes in bfloat16 or float32, got {dtype}: cast q, k "
+                f"pallas_tpu computes in bfloat16 or float32, got {q.dtype}: cast q, k "
                 "and v"
             )
         try:
@@ -205,7 +197,10 @@ class Launch(Kernels):
                 "pallas_tpu needs a TPU, or a mesh that describes one: name another "
                 "implementation, or none"
             ) from error
-        return chip, None if soft_cap is None else SoftCap.of(soft_cap, chip, dtype)
+        scale, cap = scores
+        cap = None if cap is None else SoftCap.of(cap, chip, q.dtype)
+        cut = choose(chip, q, k, self.blocks, is_capped=bool(cap))
+        return Setup.of(chip, cut, operands, (scale, cap), self.interpret)
 
 
 def cut_forward(
@@ -216,12 +211,8 @@ def cut_forward(
     is_capped: bool = False,
 ) -> Cut:
     """Chooses the forward kernel's blocks; blocks, errors: as `choose_cut`."""
-    row = row_of(q, chip)
-
-    def held_bytes(cut: Cut) -> int:
-        return forward_kernel.held_bytes(cut, row)
-
     table = TPU_FORWARD_CAPPED if is_capped else TPU_FORWARD
+    held_bytes = functools.partial(forward_kernel.held_bytes, row_of(q, chip))
     return choose_cut(table, chip, q, k, held_bytes, blocks)
 
 
@@ -231,17 +222,14 @@ def cut_backward(
     k: jax.Array,
     blocks: TpuBlocks | None = None,
     is_capped: bool = False,
-) -> tuple[Cut, bool]:
+) -> Cut:
     """Chooses the backward kernel's blocks, and whether dq of a head stays in VMEM."""
     row, limit = row_of(q, chip), vmem_limit(chip)
 
-    def memory(cut: Cut) -> backward_kernel.Memory:
+    def memory(cut: Cut) -> tuple[int, bool]:
         query_tiles = -(-q.shape[1] // cut.sizes.block_q)
-        return backward_kernel.Memory.of(cut.blocks, row, query_tiles, limit)
-
-    def held_bytes(cut: Cut) -> int:
-        return memory(cut).held
+        return backward_kernel.held_bytes(cut.blocks, row, query_tiles, limit)
 
     table = TPU_BACKWARD_CAPPED if is_capped else TPU_BACKWARD
-    cut = choose_cut(table, chip, q, k, held_bytes, blocks)
-    return cut, memory(cut).is_dq_resident
+    cut = choose_cut(table, chip, q, k, lambda cut: memory(cut)[0], blocks)
+    return cut._replace(is_dq_resident=memory(cut)[1])

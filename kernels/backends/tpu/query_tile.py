@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..tile_ranges import TileRanges
-from .bounds import RowBounds, SubBlockBounds
-from .diagonal import Diagonals, Strip
+from .bounds import Diagonals, RowBounds, Strip, SubBlockBounds, for_each_sub_block
 from .dma import stacked_rows
-from .orientation import strips
 from .softmax import (
     NOTHING,
     SUM_LIMIT,
@@ -27,7 +25,7 @@ from .softmax import (
     lazy_tile,
 )
 from .tile_config import TileConfig
-from .vector import LANES, reciprocal
+from .vector import LANES, reciprocal, strips
 
 IS_EXACT, VISITED = 0, 1
 """Places in SMEM: whether a tile must be computed again, exactly; and the key tiles of
@@ -109,12 +107,9 @@ class QueryTile(NamedTuple):
             lse = jnp.where(has_keys, state.m[...] + jnp.log2(l), NOTHING)
             lse_ref[orientation.strip(strip)] = orientation.pack(lse)  # [1, 128]
         if is_stacked:
-            for head, rows in enumerate(self._rows_of_heads(out_ref)):
+            heads = stacked_rows(out_ref.shape[0], self.q.shape[0])
+            for head, rows in enumerate(heads):
                 out_ref[head] = orientation.at(normalised_ref, rows)[...]
-
-    def _rows_of_heads(self, tile_ref: jax.Ref) -> list[pl.Slice]:
-        """Returns the stacked rows of each head of a tile [G, ...]."""
-        return stacked_rows(tile_ref.shape[0], self.q.shape[0])
 
     @property
     def _has_diagonal(self) -> jax.Array:
@@ -222,19 +217,13 @@ class QueryTile(NamedTuple):
 
         if self.carry:
             self._init_max()
-        max_l = lazy_tile(
-            self.q,
-            kv_refs,
-            self.state,
-            src,
-            Course(
-                self.diagonals.strips(blocks, base),
-                (blocks.diagonal_ahead, blocks.diagonal_behind),
-                mask,
-                self._carried() if self.carry else self._nothing(),
-            ),
-            self.config,
+        course = Course(
+            self.diagonals.strips(blocks, base),
+            (blocks.diagonal_ahead, blocks.diagonal_behind),
+            mask,
+            self._carried() if self.carry else self._nothing(),
         )
+        max_l = lazy_tile(self.q, kv_refs, self.state, src, course, self.config)
         self._check(max_l, lambda: self._init(1 - src))
 
     def _check(self, max_l: jax.Array, restore: Callable[[], None]) -> None:
@@ -248,50 +237,34 @@ class QueryTile(NamedTuple):
     def _look_for_max(self, src: jax.Array, k_ref: jax.Ref) -> None:
         """Sets m to the maxima over the first 128 keys of a tile."""
 
+        orientation = self.config.orientation
+
         def step(_: jax.Array, rows: pl.Slice) -> None:
             q = self.q[rows, :]  # [exact_rows, D]
             k = k_ref[pl.ds(0, LANES), :]  # [128, D]
-            orientation = self.config.orientation
             s = self.config.scores(*orientation.ordered(q, k))
             self.state.at(src, rows, orientation).update_max([s], orientation)
 
-        self._for_each_sub_block(step)
+        for_each_sub_block(self.config.blocks, step)
 
     def _attend_exactly(
         self, j: jax.Array, version: jax.Array, kv_refs: tuple[jax.Ref, jax.Ref]
     ) -> None:
         """Attends to the visible keys of a tile, in place."""
-        block_k, granule = kv_refs[0].shape[0], self.config.blocks.live_columns
+        tile_key, orientation = j * kv_refs[0].shape[0], self.config.orientation
 
-        def step(block: jax.Array, rows: pl.Slice) -> None:
-            begin, count = self.sub_blocks.live_granules(
-                block, j * block_k, block_k, granule
-            )
-            begin = pl.multiple_of(begin * granule, granule)
-            first_key = j * block_k + begin
+        def attend(rows: pl.Slice, keys: pl.Slice) -> None:
+            first_key = tile_key + keys.start
 
             def mask(s: jax.Array, c: int) -> jax.Array:
-                return self.bounds.mask(rows, first_key + c, s, self.config.orientation)
+                return self.bounds.mask(rows, first_key + c, s, orientation)
 
-            def attend(width: int) -> None:
-                k, v = (x.at[pl.ds(begin, width), :] for x in kv_refs)  # [width, D]
-                state = self.state.at(version, rows, self.config.orientation)
-                q = self.q[rows, :]  # [exact_rows, D]
-                exact_tile(q, k, v, state, mask, self.config)
+            k, v = (x.at[keys, :] for x in kv_refs)  # [keys, D]
+            state = self.state.at(version, rows, orientation)
+            q = self.q[rows, :]  # [exact_rows, D]
+            exact_tile(q, k, v, state, mask, self.config)
 
-            # Shapes are static: one branch for each number of live granules.
-            for live in range(1, block_k // granule + 1):
-                pl.when(count == live)(functools.partial(attend, live * granule))
-
-        self._for_each_sub_block(step)
-
-    def _for_each_sub_block(self, step: Callable) -> None:
-        """Calls step(block, rows) for each sub-block of `exact_rows` query rows."""
-        rows = self.config.blocks.exact_rows
-
-        @pl.loop(0, self.q.shape[0] // rows)
-        def _(block):
-            step(block, pl.ds(pl.multiple_of(block * rows, rows), rows))
+        self.sub_blocks.for_each(self.config.blocks, tile_key, attend)
 
 
 def stack_heads(x_ref: jax.Ref, buffer_ref: jax.Ref | tuple[()]) -> jax.Ref:

@@ -1,6 +1,5 @@
 """What all launches of a kernel on the same queries share: chip, tiles, and numbers."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import LOG2_E
 from ..tile_layout import Tiling
-from ..tile_ranges import TileRanges, key_ranges, query_ranges
-from .bounds import TileNumbers
-from .cut import Cut, row_lanes, vmem_limit
-from .diagonal import Diagonals
+from ..tile_ranges import key_ranges, query_ranges
+from .block_sizes import Cut, row_lanes, vmem_limit
+from .bounds import Diagonals, TileNumbers
 from .tile_config import SoftCap, TileConfig
 from .vector import buffer_bytes
-
-Ranges = Callable[[jax.Array, jax.Array], TileRanges]
-"""Finds the live tiles of lines of tiles from bounds [M, whole query tiles]."""
 
 
 class Seen(NamedTuple):
@@ -87,22 +82,21 @@ class Setup(NamedTuple):
         x = self.cut.repeat_heads(x.astype(self.row.dtype))
         return self.tiling.split_keys(self.pad_lanes(x))
 
-    def key_ranges(self, k_start: jax.Array, k_end: jax.Array) -> TileRanges:
-        """Returns the live key tiles of each query tile."""
-        return key_ranges(k_start, k_end, self.tiling.block_q, self.tiling.block_k)
+    def prepare(self, k_start: jax.Array, k_end: jax.Array, owns_keys: bool) -> Seen:
+        """Finds what a kernel reads of bounds (M, T), if the chip has room for it.
 
-    def query_ranges(self, k_start: jax.Array, k_end: jax.Array) -> TileRanges:
-        """Returns the live query tiles of each key tile."""
-        blocks = self.tiling.block_q, self.tiling.block_k, self.tiling.keys
-        return query_ranges(k_start, k_end, *blocks)
-
-    def prepare(self, ranges: Ranges, k_start: jax.Array, k_end: jax.Array) -> Seen:
-        """Finds what the kernels read of bounds (M, T), if the chip has room for it."""
+        owns_keys: whether its programs own key tiles and loop over query tiles.
+        """
         k_start, k_end = self._pad_rows(k_start), self._pad_rows(k_end)
         tiling, split = self.tiling, self.tiling.split_bounds
+        blocks = tiling.block_q, tiling.block_k
+        if owns_keys:
+            ranges = query_ranges(k_start, k_end, *blocks, tiling.keys)
+        else:
+            ranges = key_ranges(k_start, k_end, *blocks)
         rows = tiling.bound_rows, tiling.query_tiles, -1, self.cut.blocks.exact_rows
         numbers = TileNumbers(
-            ranges=ranges(k_start, k_end),
+            ranges=ranges,
             first_ends=self._first_ends(k_start, k_end),
             min_k_start=split(k_start).reshape(rows).min(axis=-1),
             max_k_end=split(k_end).reshape(rows).max(axis=-1),
@@ -144,7 +138,7 @@ class Setup(NamedTuple):
         numbers = 5 + 2 * blocks.stacked_rows // blocks.exact_rows
         if 4 * numbers * tiles > self._smem_bytes:
             return None
-        ranges = self.key_ranges(k_start, k_end)
+        ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
         shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
         diagonals = Diagonals.of(blocks, tiling.block_q, has_all=True)
         return diagonals.first_ends(

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .diagonal import Strip
-from .orientation import Orientation
+from .bounds import Strip
 from .tile_config import TileConfig
-from .vector import LANES, SUBLANES, fold
+from .vector import LANES, SUBLANES, Orientation, fold
 
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Row maximum m before any key: finite, as -inf - -inf is nan."""

@@ -9,8 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...precision import LOG2_E
 from .block_sizes import TpuBlocks
-from .orientation import Orientation
-from .vector import NT, dot, reciprocal
+from .vector import NT, Orientation, dot, reciprocal
 
 
 class SoftCap(NamedTuple):
@@ -98,5 +97,6 @@ class TileConfig(NamedTuple):
     def product(
         self, a: jax.Array, b: jax.Array, contracted: tuple[int, int]
     ) -> jax.Array:
-        """Returns `Orientation.product` in this precision."""
-        return self.orientation.product(a, b, contracted, self.precision)
+        """Returns `dot` of a, whose other axis are rows, and b: scores, or P V."""
+        a, b = self.orientation.ordered(a, b)
+        return dot(a, b, self.orientation.ordered(*contracted), self.precision)
