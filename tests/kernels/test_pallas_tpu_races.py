@@ -115,30 +115,8 @@ def test_no_copy_races_or_comes_too_late(case, vmem, chip, copies, name, capfd, 
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def buffers_without_waiting(
-    self: DoubleBuffer, tile: jax.Array, slot: jax.Array
-) -> tuple[jax.Ref, ...]:
+def buffers(self: DoubleBuffer, tile: jax.Array, slot: jax.Array) -> tuple:
     return tuple(buffer.at[slot] for buffer in self.buffers)
-
-
-def tile_without_waiting(self: Resident, i: jax.Array, n: jax.Array) -> jax.Ref:
-    return self.buffer.at[i]
-
-
-def streamed_tile_without_waiting(
-    self: Streamed, i: jax.Array, n: jax.Array
-) -> jax.Ref:
-    return self.buffer.at[n % backward_dq.STREAMED]
-
-
-def prefetch_into_an_outgoing_buffer(
-    self: Streamed, i: jax.Array, n: jax.Array, is_first: jax.Array
-) -> None:
-    start_all(self._incoming(i, n))
-
-
-def end_without_waiting(self: Resident | Streamed, visits: jax.Array) -> None:
-    pass
 
 
 @pytest.mark.thorough(quick=1)
@@ -146,13 +124,20 @@ def end_without_waiting(self: Resident | Streamed, visits: jax.Array) -> None:
     "run, owner, method, broken, vmem",
     [
         # Forward, where programs start the copies of the next ones.
-        (run_forward, DoubleBuffer, "wait", buffers_without_waiting, IN_VMEM),
-        (run_backward, DoubleBuffer, "wait", buffers_without_waiting, IN_HBM),
-        (run_backward, Resident, "wait", tile_without_waiting, IN_VMEM),
-        (run_backward, Resident, "end", end_without_waiting, IN_VMEM),
-        (run_backward, Streamed, "wait", streamed_tile_without_waiting, IN_HBM),
-        (run_backward, Streamed, "prefetch", prefetch_into_an_outgoing_buffer, IN_HBM),
-        (run_backward, Streamed, "end", end_without_waiting, IN_HBM),
+        (run_forward, DoubleBuffer, "wait", buffers, IN_VMEM),
+        (run_backward, DoubleBuffer, "wait", buffers, IN_HBM),
+        (run_backward, Resident, "wait", lambda dq, i, n: dq.buffer.at[i], IN_VMEM),
+        (run_backward, Resident, "end", lambda *_: None, IN_VMEM),
+        (
+            *(run_backward, Streamed, "wait"),
+            *(lambda dq, i, n: dq.buffer.at[n % backward_dq.STREAMED], IN_HBM),
+        ),
+        # Into a buffer whose tile may be on its way out.
+        (
+            *(run_backward, Streamed, "prefetch"),
+            *(lambda dq, i, n, is_first: start_all(dq._incoming(i, n)), IN_HBM),
+        ),
+        (run_backward, Streamed, "end", lambda *_: None, IN_HBM),
         # Reads tiles that the key tile before has not written yet.
         (run_backward, Streamed, "chains", staticmethod(Resident.chains), IN_HBM),
     ],
