@@ -76,11 +76,6 @@ class Tiling(NamedTuple):
     def key_tiles(self) -> int:
         return -(-self.keys // self.block_k)
 
-    def places(self, tiles: int) -> tuple[jax.Array, jax.Array]:
-        """Returns every (row of bounds, tile), in order: two int32 arrays."""
-        place = jnp.arange(self.bound_rows * tiles, dtype=jnp.int32)
-        return place // tiles, place % tiles
-
     def mask(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
         """Returns the mask (R, block_k) of one tile from bounds of its rows, (R,)."""
         k_start, k_end = (bound[:, None] for bound in bounds)  # (R, 1)

@@ -22,6 +22,7 @@ from kernels.backends.hopper.launch import (
     FORWARD,
     Launch,
 )
+from tests.cases import in_tiers
 from tests.cases.attention import covering
 from tests.mosaic_kernels import (
     Inspected,
@@ -129,22 +130,7 @@ def slow(*values):
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "which, head_dim, length, has_carry, soft_cap",
-    [
-        ("forward", 128, 1024, True, None),
-        ("forward", 64, 1024, False, 50.0),
-        ("forward", 256, 1024, True, 50.0),
-        slow("forward", 64, 1024, True, None),
-        slow("forward", 128, 1024, False, 50.0),
-        slow("forward", 256, 1024, False, None),
-        ("fused", 64, 1024, False, 50.0),
-        ("fused", 128, 1024, False, None),
-        slow("fused", 128, 1024, False, 50.0),
-        ("deterministic", 64, 2**23, False, 50.0),
-        ("deterministic", 128, 1024, False, None),
-        slow("deterministic", 64, 2**23, False, None),
-        ("fused", 256, 1024, False, 50.0),
-        slow("fused", 256, 1024, False, None),
-    ],
+    in_tiers("kernels.txt", "hopper-kernel"),
 )
 def test_nothing_is_spilled_and_products_are_issued_as_drawn(
     which, head_dim, length, has_carry, soft_cap

@@ -14,6 +14,7 @@ from kernels.backends import reference
 from kernels.backends.tpu import query_tile
 from kernels.backends.tpu.softmax import SUM_LIMIT
 from kernels.merge import Partial
+from tests.cases import in_tiers
 from tests.simulated_tpu import SIMULATED_TPU
 from tests.steps import Step, StepCase, compiled, run_forward
 
@@ -176,24 +177,7 @@ def causal_step(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name, levels",
-    [
-        *[("own keys", levels) for levels in ("rising", "jumping")],
-        *[("visiting keys", "below a carry"), ("two heads", "jumping")],
-        ("four heads", "rising"),
-        ("wide stripes", "jumping"),
-        ("wide stripes of a later shard", "below a carry"),
-        *(
-            pytest.param(*it, marks=pytest.mark.slow)
-            for it in (
-                *[("own keys", "level"), ("own keys", "falling")],
-                *[("visiting keys", "rising"), ("four heads", "level")],
-                *[(name, "rising") for name in CAUSAL_CASES if "wide" in name],
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, levels", in_tiers("kernels.txt", "diagonal"))
 def test_diagonals_give_the_exact_softmax_whatever_the_scores_do(
     name, levels, run_and_count, rng
 ):

@@ -110,9 +110,6 @@ def forward_call(
     accumulator = orientation.ordered(rows // group, depth)
     packed = orientation.packed(rows)
 
-    def tile(*place: jax.Array) -> tuple[jax.Array, ...]:
-        return *place, *(0 for _ in packed)
-
     q_block = pl.BlockSpec(  # [G, block_q, D]
         (None, None, group, rows // group, depth), lambda b, x, i, *_: (b, x, 0, i, 0)
     )
@@ -121,10 +118,10 @@ def forward_call(
         lambda b, x, i, *_: (b, x, 0, *orientation.ordered(i, 0)),
     )
     lse_block = pl.BlockSpec(
-        (None, None, None, *packed), lambda b, x, i, *_: tile(b, x, i)
+        (None, None, None, *packed), lambda b, x, i, *_: (b, x, i, 0, 0)
     )
     bounds_block = pl.BlockSpec(
-        (None, None, 2, *packed), lambda b, x, i, *_: tile(b, i, 0)
+        (None, None, 2, *packed), lambda b, x, i, *_: (b, i, 0, 0, 0)
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     out = batch, heads, group, *orientation.ordered(tokens, depth)

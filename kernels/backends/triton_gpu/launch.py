@@ -204,7 +204,7 @@ class Backward(steps.PlainForm):
         across = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
         begin, *full, end = across
         # A last tile with rows missing is never full.
-        full = (jnp.minimum(x, sizes.queries // sizes.block_q) for x in full)
+        full = [jnp.minimum(x, sizes.queries // sizes.block_q) for x in full]
         sizes = self.dq.sizes
         ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
         return bounds, _stacked(begin, *full, end), _stacked(*ranges)
