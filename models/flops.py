@@ -15,15 +15,6 @@ FROZEN_FACTOR = 2
 """The same of a matrix that is frozen, which has no gradient: only its input has."""
 
 
-def num_parameters(config: LanguageModelConfig) -> int:
-    """Counts all parameters, without adapters."""
-    tables = 0 if config.tied_embeddings else config.hidden_size * config.vocab_size
-    delta = len(config.numbers(is_delta=True))
-    vectors = (config.num_layers - delta) * _num_layer_vectors(config)
-    vectors += delta * _num_delta_vectors(config) + config.hidden_size
-    return num_matrix_parameters(config) + tables + vectors
-
-
 def num_matrix_parameters(config: LanguageModelConfig) -> int:
     """Counts parameters of matrix products: no norms, no embedding look-up.
 
@@ -53,28 +44,10 @@ def _sides(config: DecoderConfig) -> list[dict[str, tuple[int, int]]]:
     return [config.matrix_sides(kind.is_delta) for kind in config.layer_kinds]
 
 
-def _num_delta_vectors(config: DecoderConfig) -> int:
-    """Counts the same of a layer with Gated DeltaNet, and its convolution."""
-    heads, values = config.delta_value_heads, config.delta_value_dim
-    norms = (4 if config.norms == "both" else 2) * config.hidden_size
-    return norms + 2 * heads + values + config.delta_convolution * _channels(config)
-
-
 def _channels(config: DecoderConfig) -> int:
     """Counts what the convolution of Gated DeltaNet reads of a token."""
     keys = config.delta_key_heads * config.delta_key_dim
     return 2 * keys + config.delta_value_heads * config.delta_value_dim
-
-
-def _num_layer_vectors(config: DecoderConfig) -> int:
-    """Counts a layer's parameters besides matrices: norms, biases and sinks."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    norms = 4 if config.norms == "both" else 2
-    vectors = (norms + config.output_bias) * config.hidden_size
-    biased = heads * (1 + config.attention_gate) + 2 * kv_heads
-    vectors += config.qkv_bias * biased * config.head_dim
-    scales = {"": 0, "head": 2, "all": heads + kv_heads}[config.qk_norm]
-    return vectors + scales * config.head_dim + config.attention_sinks * heads
 
 
 def train_flops(config: LanguageModelConfig, tokens: float, pairs: float) -> float:

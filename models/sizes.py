@@ -140,17 +140,12 @@ class DecoderConfig:
 
     _ABOVE_0 = "rope_theta", "norm_epsilon", "residual_scale"
     _AT_LEAST_0 = "attention_scale", "attention_soft_cap", "window_rope_theta"
-    _MAY_BE_0 = (
-        "window",
-        *(
-            f"delta_{n}"
-            for n in ("key_heads", "value_heads", "key_dim", "value_dim", "convolution")
-        ),
-    )
+    _DELTA_SIZES = "delta_key_heads", "delta_value_heads", "delta_key_dim"
+    _DELTA_SIZES += "delta_value_dim", "delta_convolution"
 
     def __post_init__(self):
         whole = (s.name for s in fields(self) if s.type is int)
-        names = [name for name in whole if name not in self._MAY_BE_0]
+        names = [n for n in whole if n not in ("window", *self._DELTA_SIZES)]
         sizes = {name: getattr(self, name) for name in names}
         wrong = [f"{n}={size}" for n, size in sizes.items() if not 0 < size < 1 << 31]
         must = "model sizes must be at least 1, and below 2^31"
@@ -218,13 +213,11 @@ class DecoderConfig:
 
     def _wrong_delta(self) -> list[str]:
         """Returns what no layers of Gated DeltaNet have."""
-        has_some = DELTA in self.layer_pattern
-        sizes = {name: getattr(self, name) for name in self._MAY_BE_0[1:]}
+        sizes = {name: getattr(self, name) for name in self._DELTA_SIZES}
         said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        if not has_some:
-            return [f"{said} must be 0 without {DELTA!r} in layer_pattern"] * any(
-                sizes.values()
-            )
+        if DELTA not in self.layer_pattern:
+            wrong = f"{said} must be 0 without {DELTA!r} in layer_pattern"
+            return [wrong] if any(sizes.values()) else []
         if min(sizes.values()) < 1 or self.delta_value_heads % self.delta_key_heads:
             return [
                 f"{said} must be at least 1 with {DELTA!r} in layer_pattern="

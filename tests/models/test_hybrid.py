@@ -10,7 +10,7 @@ import pytest
 
 from data.batch import Batch
 from kernels.layouts import permute
-from models.flops import num_parameters, train_flops
+from models.flops import train_flops
 from tests.cases import pairs
 from tests.small.models import LENGTH, Run, assert_same, rows, run_on
 from training.mesh import MeshShape
@@ -86,10 +86,9 @@ def test_a_long_row_on_a_ring_is_that_on_one_device():
     assert_same(got[1], wanted[1], 1e-4)
 
 
-def test_parameters_and_operations_are_counted():
+def test_operations_are_counted():
     run = run_on(MeshShape(), "vanilla", FAMILY)
-    sizes, shapes = run.model.config, jax.tree.leaves(run.model.shapes)
-    assert num_parameters(sizes) == sum(leaf.size for leaf in shapes)
+    sizes = run.model.config
     tokens, heads, keys, values, width = 7, 4, 6, 5, 4
     matrices = [
         leaf.size
