@@ -82,10 +82,8 @@ def import_model(
     fields, said_by = _read_config(source, form.CONFIG), form.CONFIG
     with TensorFiles(source, form.TENSORS) as files:
         if weights:
-            settings, said_by = (
-                run_config.read(str(weights)),
-                f"{said_by} and the model",
-            )
+            settings = run_config.read(str(weights))
+            said_by = f"{said_by} and the model"
             settings.update(workdir=str(workdir), init_from=str(weights))
             layers = settings.model.num_layers
             lora = adapters.read_lora(fields, [*files.shapes], layers)

@@ -15,14 +15,14 @@ from kernels.layouts import permute, unpermute
 from kernels.ring_attention import make_ring_attention
 from models.attention import Attention
 from models.memory import Execution
-from models.rope import RopeScaling, rotations
+from models.rope import rotations
 from models.sizes import DecoderConfig
 from tasks.text import TextRun
 from tests.cases import table
 from tests.cases.attention import LAYOUTS
 from tests.small.models import partition_of
 from tests.tools import hf_models
-from tools.lib.hf.names import ATTENTION
+from tools.lib.hf.names import weight_at
 from tools.lib.hf.rope import read_rope
 from tools.lib.hf.tensor_files import TensorFiles
 from training.mesh import MeshShape
@@ -61,18 +61,6 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     np.testing.assert_array_equal(best, followers)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "parts"), table("models.txt", "left_out"))
-def test_a_part_left_out_is_seen(name, parts):
-    config, partition = hf_models.run_config(name), partition_of(MeshShape())
-    model = TextRun(config, partition).model
-    parameters = hf_models.loaded(name, model, partition)
-    tokens, expected = hf_models.expected(name)
-    config.update(model=parts, attention="vanilla")
-    wrong = hf_models.logits(config, partition)(parameters, tokens)
-    assert np.abs(wrong - expected).max() > 2e-3
-
-
 OTHERS = {
     # Nothing decays; each key's value is written whole, and half of it.
     "delta_layers.attention.log_rate": (np.s_[:], -30),
@@ -85,17 +73,23 @@ OTHERS = {
 """What other numbers in a parameter of Qwen3.5's leave out."""
 
 
+LEFT_OUT = [(*case, "") for case in table("models.txt", "left_out")]
+LEFT_OUT += [("qwen3_5", {}, name) for name in OTHERS]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_part_of_gated_deltanet_left_out_is_seen(name):
-    config, partition = hf_models.run_config("qwen3_5"), partition_of(MeshShape())
+@pytest.mark.parametrize(("name", "parts", "other"), LEFT_OUT)
+def test_a_part_left_out_is_seen(name, parts, other):
+    config, partition = hf_models.run_config(name), partition_of(MeshShape())
     model = TextRun(config, partition).model
-    parameters = hf_models.loaded("qwen3_5", model, partition)
-    *module, last = name.split(".")
-    own = functools.reduce(lambda tree, key: tree[key], module, parameters)
-    place, value = OTHERS[name]
-    own[last] = own[last].at[place].set(value)
-    tokens, expected = hf_models.expected("qwen3_5")
+    parameters = hf_models.loaded(name, model, partition)
+    if other:
+        *module, last = other.split(".")
+        own = functools.reduce(lambda tree, key: tree[key], module, parameters)
+        place, value = OTHERS[other]
+        own[last] = own[last].at[place].set(value)
+    config.update(model=parts, attention="vanilla")
+    tokens, expected = hf_models.expected(name)
     wrong = hf_models.logits(config, partition)(parameters, tokens)
     assert np.abs(wrong - expected).max() > 2e-3
 
@@ -123,9 +117,9 @@ def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> An
     run = Execution(jnp.dtype("float32"), remat="everything")
     attention = Attention(config, run, partition, rngs=nnx.Rngs(0))
     with TensorFiles(hf_models.DIRECTORY / GPT_OSS) as files:
-        for weight in ATTENTION:
-            parameter = getattr(attention, weight.path[2], None)
-            if parameter is not None:
+        for name, parameter in vars(attention).items():
+            if isinstance(parameter, nnx.Param):
+                weight = weight_at(("layers", "attention", name))
                 name = weight.name.format(layer=layer)
                 stored = files.read(name, (slice(None),) * len(files.shapes[name]))
                 parameter[...] = weight.from_stored(stored, parameter[...].shape)
@@ -157,10 +151,3 @@ def test_the_layers_equal_transformers(layer, ring, layout):
     expected = np.load(hf_models.DIRECTORY / GPT_OSS / "expected.npz")["outputs"]
     found = output(record(), layer, ring, layout)
     np.testing.assert_allclose(found, expected[layer], atol=BOUND, rtol=0)
-
-
-def test_yarn_is_read_as_gpt_oss_has_it():
-    expected = RopeScaling(
-        "yarn", 4.0, 16, beta_fast=2.0, beta_slow=0.25, truncate=False
-    )
-    assert record().rope_scaling == expected

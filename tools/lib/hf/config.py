@@ -25,6 +25,14 @@ _DELTA_SIZES = {
     "linear_value_head_dim": "delta_value_dim",
     "linear_conv_kernel_dim": "delta_convolution",
 }
+# Numbers that may be missing: what a model here has then is the same.
+_NUMBERS = {
+    "rms_norm_eps": "norm_epsilon",
+    "attn_logit_softcapping": "attention_soft_cap",
+    "final_logit_softcapping": "logit_soft_cap",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+}
 _THEIR_ACTIVATIONS = {x: y for y, x in reversed(table.ACTIVATIONS.items())}
 LONGEST = "max_position_embeddings"
 WITH_IMAGES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
@@ -75,32 +83,26 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     output_bias = values["attention_out_bias"]
     scalar = values["query_pre_attn_scalar"] or head_dim
     scale = float(values["attention_multiplier"] or scalar**-0.5)
-    embedding_scale = values["embedding_multiplier"] or 1
+    numbers = {o: float(values[t]) for t, o in _NUMBERS.items() if values[t]}
     if family.has_scaled_embeddings:
-        embedding_scale = hidden**0.5
-    return LanguageModelConfig(
+        numbers["embedding_scale"] = hidden**0.5
+    config = LanguageModelConfig(
         **{ours: values[name] for name, ours in _SIZES.items()},
         **{o: values[name] for name, o in _DELTA_SIZES.items() if "d" in pattern},
         num_kv_heads=values["num_key_value_heads"] or heads,
         head_dim=head_dim,
-        norm_epsilon=float(values["rms_norm_eps"]),
         layer_pattern=pattern,
         window=window,
         attention_scale=0.0 if scale == head_dim**-0.5 else scale,
-        attention_soft_cap=float(values["attn_logit_softcapping"] or 0),
-        logit_soft_cap=float(values["final_logit_softcapping"] or 0),
         activation=table.ACTIVATIONS[activation],
         tied_embeddings=values["tie_word_embeddings"],
-        embedding_scale=float(embedding_scale),
         logit_scale=1 / (values["logits_scaling"] or 1),
-        residual_scale=float(values["residual_multiplier"] or 1),
-        **{
-            "qkv_bias": bias,
-            "output_bias": bias if output_bias is None else output_bias,
-            **family.fixed,
-        },
+        qkv_bias=bias,
+        output_bias=bias if output_bias is None else output_bias,
+        **numbers,
         **rope,
     )
+    return dataclasses.replace(config, **family.fixed)
 
 
 def config_fields(
@@ -258,9 +260,9 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
     scale = config.attention_scale or config.head_dim**-0.5
     fields = {
         **{t: getattr(config, o) for t, o in (_SIZES | _DELTA_SIZES).items()},
+        **{t: getattr(config, o) or None for t, o in _NUMBERS.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": activation,
         "hidden_activation": activation,
@@ -268,11 +270,7 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
         "attention_out_bias": config.output_bias,
         "query_pre_attn_scalar": round(scale**-2),
         "attention_multiplier": scale,
-        "embedding_multiplier": config.embedding_scale,
         "logits_scaling": float(f"{1 / config.logit_scale:.12g}"),
-        "residual_multiplier": config.residual_scale,
-        "attn_logit_softcapping": config.attention_soft_cap or None,
-        "final_logit_softcapping": config.logit_soft_cap or None,
         **_layer_fields(config.num_layers, config.layer_pattern, config.window),
         **rope_fields(config, family.has_rope_of_kinds),
     }

@@ -9,7 +9,7 @@ change the model. transformers would pass over both.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,15 +34,14 @@ class Kind(NamedTuple):
     needed: str
 
 
-def _are_layer_types(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(kind, str) and kind in LAYER_TYPES for kind in value
-    )
-
-
-def _are_switches(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(x) is int and x in (0, 1) for x in value
+def _list_of(known: Collection[str] | Collection[int], names: str) -> Kind:
+    kinds = {type(one) for one in known}
+    return Kind(
+        lambda value: (
+            isinstance(value, list)
+            and all(type(one) in kinds and one in known for one in value)
+        ),
+        f"a list of {names} is needed",
     )
 
 
@@ -59,8 +58,8 @@ NUMBER = Kind(
 )
 TRUTH = Kind(lambda value: isinstance(value, bool), "true or false is needed")
 _OBJECT = Kind(lambda value: isinstance(value, dict), "an object is needed")
-_SWITCHES = Kind(_are_switches, "a list of 0 and 1 is needed")
-_TYPES = Kind(_are_layer_types, f"a list of {' and '.join(LAYER_TYPES)} is needed")
+_SWITCHES = _list_of((0, 1), "0 and 1")
+_TYPES = _list_of(LAYER_TYPES, " and ".join(LAYER_TYPES))
 _ACTIVATION = Kind(
     lambda value: isinstance(value, str) and value in ACTIVATIONS,
     f"only {' or '.join(ACTIVATIONS)}",

@@ -142,24 +142,12 @@ _WEIGHTS = (
     Weight(("norm", "scale"), "model.norm.weight"),
     HEAD,
 )
-ATTENTION = tuple(w for w in _WEIGHTS if w.path[:2] == ("layers", "attention"))
 _LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
-# One name means another norm where norms stand elsewhere.
 _NORMS = {
-    "before": {
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-    },
-    "after": {
-        "attention_post_norm": "post_attention_layernorm",
-        "feed_forward_post_norm": "post_feedforward_layernorm",
-    },
-    "both": {
-        "attention_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "feed_forward_norm": "pre_feedforward_layernorm",
-        "feed_forward_post_norm": "post_feedforward_layernorm",
-    },
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_post_norm": "post_feedforward_layernorm",
 }
 
 
@@ -169,10 +157,13 @@ def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...
     fused: names of matrices, such as "q_proj", and of what holds them one below the
       other.
     """
+    # One name means another norm where none stand behind.
+    is_before = model.config.norms == "before"
+    own = {"feed_forward_norm": _NORMS["attention_post_norm"]} if is_before else {}
     norms = (
         Weight((stack, ours, "scale"), f"{_LAYER}{theirs}.weight")
         for stack in _STACKS
-        for ours, theirs in _NORMS[model.config.norms].items()
+        for ours, theirs in (_NORMS | own).items()
     )
     shapes, found, rows = traverse_util.flatten_dict(model.shapes), [], Counter()
     for weight in (w for w in (*_WEIGHTS, *norms) if w.path in shapes):
