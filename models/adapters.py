@@ -7,12 +7,13 @@ B (rank, outputs): x W becomes x W + alpha / rank · (x Aᵀ) B. Only they are t
 import math
 import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.memory import Axes, Partition
+from models.memory import RESIDUAL, Axes, Partition
 from models.sizes import Lora
 
 FACTORS = "a", "b"
@@ -136,6 +137,29 @@ def multiply(
     # beside that of the matrix: it costs little to compute again.
     z, b = z[None], b.astype(x.dtype)[None]
     return y + jax.lax.dot_general(z, b, (((z.ndim - 1,), (1,)), ((0,), (0,))))[0]
+
+
+def multiply_whole(
+    module: Any,
+    x: jax.Array,
+    name: str,
+    sides: tuple[Axes, Axes],
+    parts: Mapping[str, jax.Array] | None = None,
+) -> jax.Array:
+    """Multiplies x with a matrix of a module's heads, and with its adapter.
+
+    sides: names of the axes of x and of the result; a residual is summed over heads.
+    parts: as of `over_whole`.
+    """
+    partition, inputs = module.partition, len(sides[0]) - 2
+
+    def local(x: jax.Array, whole: Mapping[str, jax.Array]) -> jax.Array:
+        y = multiply(x, whole, name, module.lora, inputs)
+        return partition.total(y, ("heads",)) if sides[1] == RESIDUAL else y
+
+    return over_whole(
+        partition, local, x, with_factors(module, name), sides, parts=parts
+    )
 
 
 def _contract(x: jax.Array, weight: jax.Array, count: int, first: int = 0) -> jax.Array:

@@ -17,7 +17,7 @@ sequence is gathered, and no token is apart from its step.
 
 import functools
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from flax import nnx
 from models import cache as caches
 from models.actions import BINS, KINDS, Actions
 from models.attention import Attend
-from models.cache import EMPTY, Cache, CacheOperations
+from models.cache import EMPTY, Cache
 from models.decoder import Decoder
 from models.layers import INITIAL_STDDEV, matrix
 from models.memory import Execution, Partition, scan_chunks
@@ -245,7 +245,7 @@ def read(
     count: jax.Array,
     cache: Cache,
     attend: Attend,
-    operations: CacheOperations,
+    operations: Any,
 ) -> Cache:
     """Returns an empty cache filled with steps (B, S), which are over, for `act`.
 
@@ -266,7 +266,7 @@ def read(
 
 
 def act(
-    agent: Agent, steps: Steps, cache: Cache, operations: CacheOperations
+    agent: Agent, steps: Steps, cache: Cache, operations: Any
 ) -> tuple[jax.Array, Cache]:
     """Returns what is predicted of each row, float32 (B, P), and the new cache.
 

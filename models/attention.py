@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.adapters import adapt, multiply, over_whole, with_factors
+from models.adapters import adapt, multiply_whole
 from models.layers import INITIAL_STDDEV, RMSNorm, matrix, zeros
 from models.memory import (
     RESIDUAL,
-    Axes,
     Execution,
     Partition,
     remat_attention,
@@ -142,9 +141,8 @@ class Attention(nnx.Module):
         """
 
         def into_heads(name: str, heads: str) -> jax.Array:
-            y = self._product(
-                x, name, weights, (RESIDUAL, (*RESIDUAL[:2], heads, None))
-            )
+            sides = RESIDUAL, (*RESIDUAL[:2], heads, None)
+            y = multiply_whole(self, x, name, sides, weights)
             bias = weights.get(f"{name}_bias")
             return y if bias is None else y + bias.astype(y.dtype)
 
@@ -164,29 +162,12 @@ class Attention(nnx.Module):
     def combine(self, out: jax.Array, weights: Weights) -> jax.Array:
         """Sums heads' results (B, T, h, D) with their weight (h, D, E): (B, T, E)."""
         sides = ("batch", "sequence", "heads", None), RESIDUAL
-        return self._product(out, "output", weights, sides)
+        return multiply_whole(self, out, "output", sides, weights)
 
     def biased(self, x: jax.Array) -> jax.Array:
         """Adds the bias of the output, if any, to x (B, T, E)."""
         bias = self.output_bias
         return x if bias is None else x + bias[...].astype(x.dtype)
-
-    def _product(
-        self, x: jax.Array, name: str, weights: Weights, sides: tuple[Axes, Axes]
-    ) -> jax.Array:
-        """Multiplies x with a weight of these heads, and with its adapter.
-
-        sides: names of the axes of x and of the result.
-        """
-        partition = self.partition
-        inputs = len(sides[0]) - 2
-
-        def local(x: jax.Array, whole: Weights) -> jax.Array:
-            y = multiply(x, whole, name, self.lora, inputs)
-            return partition.total(y, ("heads",)) if sides[1] == RESIDUAL else y
-
-        parameters = with_factors(self, name)
-        return over_whole(partition, local, x, parameters, sides, parts=weights)
 
     def _of_heads(self) -> dict[str, nnx.Param]:
         """Returns the parameters with an axis of heads, by name; no norms."""

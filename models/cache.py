@@ -7,7 +7,7 @@ here knows how tokens become embeddings, or what becomes of hidden states.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,32 @@ class Cache(NamedTuple):
     delta: tuple[jax.Array, ...] = ()
 
 
-CacheOperations = Any
-"""Fills, writes and reads a cache: `kernels.decode_attention.CachedAttention`."""
+class CacheOperations(Protocol):
+    """Operations of a cache on the mesh: `kernels.decode_attention.CachedAttention`."""
+
+    def fill(
+        self, stack: jax.Array, new: jax.Array, layer: jax.Array | int
+    ) -> jax.Array: ...
+
+    def put(
+        self,
+        stack: jax.Array,
+        new: jax.Array,
+        layer: jax.Array | int,
+        member: jax.Array,
+        slot: jax.Array,
+    ) -> jax.Array: ...
+
+    def attend(
+        self,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        index: jax.Array,
+        visible: tuple[jax.Array, jax.Array],
+        layer: jax.Array,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array: ...
 
 
 def empty_cache(
@@ -147,7 +171,7 @@ def append(
     x: (B, m, E).
     index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
       new tokens; a token attends to its row up to its own index.
-    cache: where it has no room, tokens are lost.
+    cache: where it has no room, tokens are lost. operations: as of `fill`.
     window: tokens that a token sees in every layer, its own included; 0 for all.
     trunk: int32 (B,), first tokens of each row, which m branches share; None: the new
       tokens are a row's next ones. Else they are one of each branch, which attends to

@@ -139,9 +139,9 @@ class Decoder(nnx.Module):
         positions: int32 (B, T), in the order of x, any. mix: of Gated DeltaNet.
         """
         runs = self.execution.runs(self.config.num_layers)
-        kinds, others = self.kinds(positions, attend, mix), self.delta_layers
-        x = through_stack(self.layers, runs, kinds, x, others, self.turns)
-        return self.norm(x)
+        kinds = self.kinds(positions, attend, mix)
+        more = self.delta_layers, self.turns
+        return self.norm(through_stack(self.layers, runs, kinds, x, *more))
 
     @property
     def turns(self) -> tuple[int, ...]:

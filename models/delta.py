@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.adapters import multiply, over_whole
+from models.adapters import multiply_whole
 from models.layers import INITIAL_STDDEV, RMSNorm, matrix
-from models.memory import RESIDUAL, Axes, Execution, Partition
+from models.memory import RESIDUAL, Execution, Partition
 from models.sizes import DecoderConfig
 
 Mix = Callable[..., Any]
@@ -62,6 +62,7 @@ class DeltaNet(nnx.Module):
         stddev *= INITIAL_STDDEV
         self.output = matrix(rngs, (*of_values, embed), out_axes, stddev)
         self.partition, self.remat = partition, execution.remat
+        self.lora = config.lora  # of attention alone
 
     def __call__(
         self, x: jax.Array, norm: RMSNorm | None, positions: jax.Array, mix: Mix
@@ -74,24 +75,19 @@ class DeltaNet(nnx.Module):
         self, x: jax.Array, positions: jax.Array, mix: Mix
     ) -> tuple[jax.Array, Any]:
         """Returns the mixing of x, projected back, and what mix returns too."""
-        qkv = tuple(self._product(x, name, (RESIDUAL, HEADS)) for name in QKV)
+        qkv = tuple(multiply_whole(self, x, name, (RESIDUAL, HEADS)) for name in QKV)
         kernels = tuple(getattr(self, f"{name}_kernel")[...] for name in QKV)
         beta, decay = (
-            self._product(x, name, (RESIDUAL, HEADS[:3])).astype(jnp.float32)
+            multiply_whole(self, x, name, (RESIDUAL, HEADS[:3])).astype(jnp.float32)
             for name in ("beta", "decay")
         )
         rate = jnp.exp(self.log_rate[...])
         log_decay = -rate * jax.nn.softplus(decay + self.decay_bias[...])  # (B, T, H)
         out, cache = mix(qkv, kernels, log_decay, jax.nn.sigmoid(beta), positions)
-        gate = self._product(x, "output_gate", (RESIDUAL, HEADS)).astype(jnp.float32)
+        gate = multiply_whole(self, x, "output_gate", (RESIDUAL, HEADS)).astype(
+            jnp.float32
+        )
         y = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate)  # (B, T, H, V)
-        return self._product(y.astype(x.dtype), "output", (HEADS, RESIDUAL)), cache
-
-    def _product(self, x: jax.Array, name: str, sides: tuple[Axes, Axes]) -> jax.Array:
-        partition, inputs = self.partition, len(sides[0]) - 2
-
-        def local(x: jax.Array, whole: Any) -> jax.Array:
-            y = multiply(x, whole, name, None, inputs)
-            return partition.total(y, ("heads",)) if sides[1] == RESIDUAL else y
-
-        return over_whole(partition, local, x, {name: getattr(self, name)}, sides)
+        return multiply_whole(
+            self, y.astype(x.dtype), "output", (HEADS, RESIDUAL)
+        ), cache

@@ -4,10 +4,10 @@ None of this changes the model's function.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,35 @@ RESIDUAL: Axes = ("batch", "sequence", None)
 """Names of the axes of hidden states, (B, T, E)."""
 
 
-Partition = Any
-"""Places arrays on a mesh by the names of their axes: `training.mesh.Partition`."""
+class Partition(Protocol):
+    """Places arrays on a mesh by the names of their axes; see `training.mesh`."""
+
+    def spec(
+        self, names: Axes, shape: tuple[int, ...]
+    ) -> jax.sharding.PartitionSpec: ...
+
+    def over_shards(
+        self, function: Callable, names: Sequence[Axes], result_names: Axes
+    ) -> Callable: ...
+
+    def gather(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> jax.Array: ...
+
+    def multiplier(
+        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
+    ) -> Callable[[jax.Array, int], jax.Array] | jax.Array: ...
+
+    def vary(self, x: jax.Array, but: Sequence[str | None] = ()) -> jax.Array: ...
+
+    def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array: ...
+
+    def largest(self, x: jax.Array, name: str) -> jax.Array: ...
+
+    def shard_number(self, name: str) -> jax.Array: ...
+
+    def shards(self, name: str) -> int: ...
+
 
 _POLICIES = jax.checkpoint_policies
 
