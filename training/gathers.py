@@ -180,11 +180,9 @@ def _reduce(
 
 def _scatter_by_permutes(x: jax.Array, axis: int, line: Line) -> jax.Array:
     """Sums x over devices in permutes; returns this device's part along an axis."""
-
-    def compute(x: jax.Array, distance: int, _: int) -> tuple[jax.Array, None]:
-        return line.part(x, axis, distance), None
-
-    return _reduce(x, compute, line, is_held=False)[0]
+    return _reduce(
+        x, lambda x, at, _: (line.part(x, axis, at), None), line, is_held=False
+    )[0]
 
 
 def _scatter(x: jax.Array, axis: int, name: str, groups: Groups | None) -> jax.Array:

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 from kernels import chips
 from kernels.compiler import compiler_options
 from kernels.ring import torus
+from models.adapters import multiply
+from models.sizes import Lora
 from tests.cases.attention import QUICK
 from tests.small.models import Run, assert_same, partition_of, run_on
 from tools.lib.compiled.hlo import Program
@@ -32,11 +34,8 @@ WEIGHTS = {
 
 def product(partition, x, shard, axis, inputs):
     size = shard.shape[axis] * partition.shards("embed")
-    whole = partition.multiplier(shard, axis, size, x.dtype)
-    if callable(whole):
-        return whole(x, inputs)
-    axes = [*range(-inputs, 0)], [*range(inputs)]
-    return jnp.tensordot(x, whole.astype(x.dtype), axes)
+    weights = {"": partition.multiplier(shard, axis, size, x.dtype)}
+    return multiply(x, weights, "", Lora(), inputs)
 
 
 def slopes(partition: Partition, name: str, rng: np.random.Generator) -> list:
