@@ -9,14 +9,14 @@ import ml_collections
 from configs import base
 
 AGENTS = {
-    "dpt": ("transformer", "drawn", "targets", False, 1.0),
-    "ad": ("transformer", "learnt", "actions", False, 1.0),
-    "at": ("transformer", "ascending", "actions", True, 1.0),
-    "dt": ("transformer", "ascending", "actions", True, 1.0),
-    "bc": ("perceptron", "ascending", "actions", False, 0.1),
+    "dpt": ("drawn", "targets", False, 1.0),
+    "ad": ("learnt", "actions", False, 1.0),
+    "at": ("ascending", "actions", True, 1.0),
+    "dt": ("ascending", "actions", True, 1.0),
+    "bc": ("ascending", "actions", False, 0.1),
 }
-"""Model, order of episodes, what is predicted, whether returns are read, and the share
-of the steps, those of the best episodes. dt and bc read one episode."""
+"""Order of episodes, what is predicted, whether returns are read, and the share of the
+steps, those of the best episodes. dt reads one episode, and bc the present state."""
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -25,15 +25,13 @@ def get_config() -> ml_collections.ConfigDict:
 
     # config.model has the sizes of the layers.
     config.agent = ml_collections.ConfigDict()
-    # "transformer", which reads chains of episodes (one in a chain: a Decision
-    # Transformer); or "perceptron", of the present state only (behaviour cloning).
-    config.agent.method = "transformer"
     # Columns of the trajectories; 0: as many as they have.
     config.agent.observation_size = 0
     config.agent.action_size = 0
     # The most steps of an episode.
     config.agent.episode_steps = 1000
-    # Episodes in a context.
+    # Episodes in a context; 1: a Decision Transformer, or, where layers see a window of
+    # one token (config.model.window), behaviour cloning from the present state.
     config.agent.chain_length = 4
     # Tokens of a step: 4, its return to go, state, action and reward; or 1, of all that
     # is known before the action: then action and reward are those of the step before.
@@ -59,10 +57,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.held_out_share = 0.05
     config.data.split_seed = 0
     config.data.top_share = 1.0
-    # Order of a chain's episodes: "ascending" by return, randomly "drawn", "learnt", in
-    # the order of a learner's history, or "ranked", as if by return were that order.
+    # Order of a chain's episodes: "ascending" by return, randomly "drawn", or "learnt",
+    # in the order of a learner's history.
     config.data.chain_order = "ascending"
-    # For these two: every second chain starts at a random episode within
+    # For "learnt": every second chain starts at a random episode within
     # this fraction of the history; 0 disables.
     config.data.latest_begin = 0.0
     # Predicted: "actions", as they were taken; or "targets", the best actions instead.
@@ -95,8 +93,10 @@ def set_agent(config: ml_collections.ConfigDict, agent: str, episodes: int) -> i
 
     episodes: where the agent reads several.
     """
-    method, order, predicted, reads_returns, share = AGENTS[agent]
-    config.agent.method = method
+    order, predicted, reads_returns, share = AGENTS[agent]
+    if agent == "bc":
+        config.model.layer_pattern = "w"
+        config.model.window = 1
     config.agent.chain_length = 1 if agent in ("dt", "bc") else episodes
     config.agent.reads_returns = reads_returns
     config.data.top_share = share
@@ -110,23 +110,24 @@ def learns_in_context(
 ) -> ml_collections.ConfigDict:
     """Returns the config of one of AGENTS, not locked.
 
-    A step is a token that says all that is known before the action, and nothing of its
-    place in the context but the time in its episode; whole worlds are held out. An
-    update reads 9,600 steps.
+    A step is a token that says all that is known before the action (of bc it is four,
+    so that the state's shows nothing else), and nothing of its place in the context but
+    the time in its episode; whole worlds are held out. An update reads 9,600 steps.
 
     steps: of an episode. episodes: in a context, where the agent reads several.
     """
     config = small_agent(layers=4)
     episodes = set_agent(config, agent, episodes)
+    tokens = 4 if agent == "bc" else 1
     # A core works on a half of the rows: 1.6 times the updates of one device's threads.
     config.simulated_devices = 2
     config.mesh.data = 2
     config.mesh.ring = 1
     config.agent.episode_steps = steps
-    config.agent.step_tokens = 1
-    config.stripe_granule = 1
+    config.agent.step_tokens = tokens
+    config.stripe_granule = tokens
     config.agent.reads_positions = False
-    config.data.context_tokens = steps * episodes
+    config.data.context_tokens = tokens * steps * episodes
     config.data.batch_rows = 9600 // (steps * episodes)
     config.data.held_out_share = 0.2
     config.optimizer.peak_lr = 2e-3

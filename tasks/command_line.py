@@ -145,7 +145,9 @@ RENAMED_CONFIGS = {
     "grow_context": "configs/models.py:olmo3_7b/h200_8k, then olmo3_7b/h200",
     "exorl_at_32": "configs/exorl_at.py:32",
     "exorl_at_128": "configs/exorl_at.py:128",
-    "icrl_cartpole": "configs/icrl_tasks.py:point_mass/goals/AGENT",
+    "icrl_cartpole": "configs/icrl.py:point_mass/goals/AGENT",
+    "icrl_dark_room": "configs/icrl.py:dark_room/ROOM/AGENT",
+    "icrl_tasks": "configs/icrl.py:DOMAIN/TASK/AGENT",
 }
 
 OF_AGENTS = "give one that starts from configs/agents.py, as configs/exorl_tiny.py does"

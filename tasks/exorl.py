@@ -23,7 +23,6 @@ from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
 from models.abstract import Model
 from models.agentic import Agent, AgentConfig, check_step_tokens
-from models.cloning import Cloner, ClonerConfig
 from models.flops import layers_train_flops, paper_train_flops
 from models.losses import Parts, action_errors
 from models.rope import RopeScaling
@@ -47,7 +46,6 @@ DATA_FIELDS = (
 """Fields of config.data that only this task reads."""
 UNTURNED = RopeScaling("linear", factor=1e9)
 """Angles of RoPE that are nothing at any place."""
-METHODS = ("transformer", "perceptron")
 FIRST_BOUND = 4
 """Steps of a context in the first part of the held-out loss."""
 HELD_OUT_SEED = 0
@@ -58,26 +56,14 @@ identify = trajectories.identify
 
 
 @names_fields
-def sizes(config: ml_collections.ConfigDict) -> AgentConfig | ClonerConfig:
+def sizes(config: ml_collections.ConfigDict) -> AgentConfig:
     """Returns the sizes of the config's agent.
 
     Raises:
-      ValueError: an unknown method, or sizes that make no model.
+      ValueError: sizes that make no model.
       FileNotFoundError, ValueError: as `trajectories.sizes`.
     """
-    agent = config.agent
-    if agent.method not in METHODS:
-        raise ValueError(f"{config.agent.method=} must be one of {', '.join(METHODS)}")
-    ends = trajectories.sizes(config)
-    if agent.method == "perceptron":
-        layers = config.model.hidden_size, config.model.num_layers
-        return ClonerConfig(
-            *layers,
-            **ends,
-            chain_length=agent.chain_length,
-            action_kind=agent.action_kind,
-            action_bins=agent.action_bins,
-        )
+    agent, ends = config.agent, trajectories.sizes(config)
     given = config.model.to_dict() | agent.to_dict() | ends
     known = {field.name for field in dataclasses.fields(AgentConfig)}
     fields = {name: value for name, value in given.items() if name in known}
@@ -89,12 +75,15 @@ class AgentRun(Run):
     """A run that trains an agent."""
 
     @functools.cached_property
-    def sizes(self) -> AgentConfig | ClonerConfig:
+    def sizes(self) -> AgentConfig:
         return sizes(self.config)
 
-    @property
-    def is_perceptron(self) -> bool:
-        return self.config.agent.method == "perceptron"
+    @functools.cached_property
+    @names_fields
+    def step_tokens(self) -> int:
+        """Tokens of a step; ValueError if it cannot have as many."""
+        check_step_tokens(self.config.agent.step_tokens)
+        return self.config.agent.step_tokens
 
     @functools.cached_property
     @names_fields
@@ -102,12 +91,11 @@ class AgentRun(Run):
         """Layout of the steps, of which each token lies in the run's layout.
 
         Raises:
-          ValueError: it would cut a step, or has no such number of tokens.
+          ValueError: it would cut a step.
         """
-        layout, tokens = self.system.layout, self.config.agent.step_tokens
+        layout, tokens = self.system.layout, self.step_tokens
         if not isinstance(layout, Striped):
             return layout
-        check_step_tokens(tokens)
         if layout.granule % tokens:
             raise ValueError(
                 f"granule={layout.granule} cuts the {tokens} tokens of a step: "
@@ -115,26 +103,19 @@ class AgentRun(Run):
             )
         return Striped(layout.granule // tokens)
 
-    @functools.cached_property
-    @names_fields
+    @property
     def shape(self) -> tuple[int, int]:
-        """Rows and steps of the global batch.
-
-        Raises:
-          ValueError: a step has no such number of tokens.
-        """
-        tokens = self.config.agent.step_tokens
-        check_step_tokens(tokens)
-        return self.config.data.batch_rows, self.config.data.context_tokens // tokens
+        """Rows and steps of the global batch."""
+        data = self.config.data
+        return data.batch_rows, data.context_tokens // self.step_tokens
 
     def check_batch(self) -> None:
         """Raises ValueError as `Run` does, or if no chain divides into the context."""
         super().check_batch()
         config, agent = self.config, self.config.agent
-        tokens = agent.step_tokens
         parts = self.row_parts, self.partition.slices
-        divisor = tokens * layouts.divisor(self.step_layout, *parts)
-        chain = tokens * agent.chain_length * agent.episode_steps
+        divisor = self.step_tokens * layouts.divisor(self.step_layout, *parts)
+        chain = self.step_tokens * agent.chain_length * agent.episode_steps
         context = config.data.context_tokens
         needed = -(-max(chain, context) // divisor) * divisor
         if context != needed:
@@ -151,15 +132,12 @@ class AgentRun(Run):
         """The agent, without parameters.
 
         Raises:
-          ValueError: an unknown method, sizes that make no model, or that do not divide
-            over the mesh.
+          ValueError: sizes that make no model, or that do not divide over the mesh.
         """
         found, partition = self.sizes, self.partition
 
         def build(key: jax.Array) -> nnx.Module:
             rngs = nnx.Rngs(params=key)
-            if isinstance(found, ClonerConfig):
-                return Cloner(found, partition, rngs=rngs)
             return Agent(found, self.execution, partition, rngs=rngs)
 
         return Model.of(found, build, partition)
@@ -220,8 +198,6 @@ class AgentRun(Run):
 
         def predict(parameters: Any, batch: ChainBatch) -> jax.Array:
             agent = nnx.merge(structure, parameters)
-            if self.is_perceptron:
-                return agent(batch.observations)
             index = agent.token_index(batch.positions)
             # Padding comes last, so it is visible to no step.
             visible = Visible(jnp.zeros_like(index), index + 1)
@@ -230,13 +206,10 @@ class AgentRun(Run):
         return predict
 
     def count(self, batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
-        """Returns a batch's tokens and visible pairs; of a perceptron, its steps."""
+        """Returns a batch's tokens and visible pairs."""
         # Where all else is 0, only the first step of a chain is not padding.
         is_real = (batch.timesteps > 0) | (batch.ranks > 0) | (batch.positions == 0)
-        steps = is_real.sum(dtype=jnp.float32)
-        if self.is_perceptron:
-            return steps, jnp.zeros((), jnp.float32)
-        tokens = self.config.agent.step_tokens
+        steps, tokens = is_real.sum(dtype=jnp.float32), self.step_tokens
         # The token at index i attends to i + 1 tokens, itself included.
         index = tokens * batch.positions[..., None]  # (B, S, 1)
         seen = index + np.arange(1, tokens + 1, dtype=np.int32)
@@ -247,12 +220,8 @@ class AgentRun(Run):
     def work(self, tokens: float, pairs: float) -> StepWork:
         """Returns a step's work, without what comes before and after the layers."""
         rows, steps = self.shape
-        if self.is_perceptron:
-            flops = 6.0 * self.num_trained
-            return StepWork(int(tokens), flops * tokens, flops * rows * steps)
         flops = layers_train_flops(self.sizes, tokens, pairs)
-        context = self.config.agent.step_tokens * steps
-        paper_flops = paper_train_flops(self.sizes, rows, context)
+        paper_flops = paper_train_flops(self.sizes, rows, self.step_tokens * steps)
         return StepWork(int(tokens), flops, paper_flops)
 
     def open_data(self) -> Data:
@@ -278,7 +247,7 @@ class AgentRun(Run):
             order=config.data.chain_order,
             latest_begin=config.data.latest_begin,
             predict=config.data.predict,
-            of_step_before=config.agent.step_tokens == 1,
+            of_step_before=self.step_tokens == 1,
             multiple=steps,
         )
         blocks, ring = host_blocks(sharding, self.shape), self.partition.ring_size
@@ -304,9 +273,8 @@ class AgentRun(Run):
         data = {name: file.index[name] for name in names}
         data["action_repeat"] = file.action_repeat
         sizes = identity(self.sizes, always=["rope_scaling"])
-        if not self.is_perceptron:
-            sizes["rank_embedding"] = False  # as in checkpoints that might have had one
-            if self.config.agent.step_tokens == 1:
-                # Before, the last one of an episode was never read.
-                sizes["all_rewards"] = True
+        sizes["rank_embedding"] = False  # as in checkpoints that might have had one
+        if self.step_tokens == 1:
+            # Before, the last one of an episode was never read.
+            sizes["all_rewards"] = True
         return {"model": sizes, "trajectories": data}

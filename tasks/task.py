@@ -272,14 +272,10 @@ def _batch(config: ConfigDict, devices: int) -> None:
 def check_attention(run: Run) -> None:
     """Traces the run's attention, forward and backward, for these devices.
 
-    Traces nothing for a perceptron, which has no attention.
-
     Raises:
       ValueError: the implementation does not run on them, or not with these sizes.
     """
     config = run.config
-    if config.task == "exorl" and config.agent.method == "perceptron":
-        return
     rows, columns = run.token_shape
     shape = rows // config.train.microbatches, columns
 

@@ -21,8 +21,7 @@ from configs import (
     base,
     exorl_tiny,
     fine_tune,
-    icrl_dark_room,
-    icrl_tasks,
+    icrl,
     models,
 )
 from data.text.token_file import TokenFileWriter
@@ -115,9 +114,9 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     ("stem", "names", "episodes"),
     [
         ("exorl_tiny", exorl_tiny._NAMES, {"at": 4}),
-        ("icrl_dark_room", icrl_dark_room._NAMES[:5], {"dpt": 6, "ad": 6, "at": 6}),
-        ("icrl_dark_room", icrl_dark_room._NAMES[5:], {"dpt": 20, "ad": 20, "at": 20}),
-        ("icrl_tasks", icrl_tasks._NAMES, {"dpt": 8, "ad": 8, "at": 8}),
+        ("icrl", icrl._NAMES[:7], {"dpt": 8, "at": 8}),
+        ("icrl", icrl._NAMES[7:12], {"dpt": 6, "ad": 6, "at": 6}),
+        ("icrl", icrl._NAMES[12:], {"dpt": 20, "ad": 20, "at": 20}),
     ],
 )
 def test_every_small_agent_is_a_config(stem, names, episodes):

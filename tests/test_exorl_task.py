@@ -124,9 +124,6 @@ def test_tokens_and_pairs_are_those_of_real_steps(file):
     mean = (2 * of_window + real * (real + 1) / 2) / 3
     pairs = AgentRun.of(config, jax.devices()[:4]).count(batch)[1]
     assert float(pairs) == pytest.approx(2 * mean, rel=1e-6)
-    config.agent.method = "perceptron"
-    counts = AgentRun.of(config, jax.devices()[:4]).count(batch)
-    assert list(map(float, counts)) == [real / 2, 0]
 
 
 def test_the_best_episodes_are_chosen_among_those_trained_on(file):

@@ -51,17 +51,16 @@ Runs = list[dict[str, Any]]
 
 def agent(results: dict[str, Any]) -> str:
     """Returns the name of the method that trained the agent."""
-    method = results["config"]["agent"]["method"]
-    if method == "perceptron":
+    made, data = results["config"]["agent"], results["config"]["data"]
+    sees_one = results["config"].get("model", {}).get("window") == 1
+    if sees_one or made.get("method") == "perceptron":  # as it was once
         return "behaviour cloning"
-    if results["config"]["agent"]["chain_length"] == 1:
+    if made["chain_length"] == 1:
         return "Decision Transformer"
-    data = results["config"]["data"]
     if data.get("predict") == "targets":
         return "Decision-Pretrained Transformer"
-    if data["chain_order"] in ("learnt", "ranked"):
-        ranked = data["chain_order"] == "ranked"
-        return "Algorithm Distillation" + ", ranked episodes" * ranked
+    if data["chain_order"] == "learnt":
+        return "Algorithm Distillation"
     is_sorted = data["chain_order"] == "ascending"
     return "Agentic Transformer" + ("" if is_sorted else ", unsorted chains")
 
@@ -130,6 +129,9 @@ def _by_world(results: dict[str, Any]) -> dict[str, Any]:
         # Rows that do not name their worlds are of one each.
         of_rows = np.array(results.get("worlds", range(len(returns))))
         outcome["returns"] = of_worlds(returns, of_rows)
+        # The best of a row's episodes, and not of their mean.
+        best = returns[:, : max(returns.shape[1] - 1, 1)].max(axis=1)
+        outcome["best_before"] = of_worlds(best, of_rows)
         before = len(outcome["recorded_returns"][0])
         outcome["before"] = before
         outcome["drawn"] = f"{before} + {returns.shape[1]} episodes, {how}"
@@ -174,12 +176,38 @@ def _settings(results: dict[str, Any]) -> dict[str, Any]:
     return found | {"step": results.get("step")}
 
 
+def of_runs(runs: Runs, context: str, part: str = "returns") -> np.ndarray:
+    """Returns what runs have of a context: (runs that have it, worlds, …)."""
+    there = [run["contexts"][context] for run in runs if context in run["contexts"]]
+    return np.array([outcome[part] for outcome in there], float)
+
+
 def bounds(runs: Runs, context: str) -> np.ndarray:
     """Returns low, mean and high (95 % over seeds and worlds) of returns, (3, n)."""
-    there = [run["contexts"][context] for run in runs if context in run["contexts"]]
-    found = np.array([outcome["returns"] for outcome in there], float)
-    each = [interval(column) for column in np.moveaxis(found, -1, 0)]
-    return np.array([[b[part] for b in each] for part in ("low", "mean", "high")])
+    each = map(interval, np.moveaxis(of_runs(runs, context), -1, 0))
+    parts = [[b[part] for part in ("low", "mean", "high")] for b in each]
+    return np.array(parts).T
+
+
+def last_over(runs: Runs) -> dict[str, dict[str, float]]:
+    """Returns what the last own episode got above others, with intervals.
+
+    Others are the first own one, the best before it, and the last of other contexts
+    that the same seeds have.
+    """
+    contexts = {c for run in runs for c in run["contexts"]}
+    if "own" not in contexts:
+        return {}
+    own = of_runs(runs, "own")
+    others = {"its first": own[..., 0]}
+    others["the best before"] = of_runs(runs, "own", "best_before")
+    for context in sorted(contexts - {"own"}):
+        others[f"that of {context}"] = of_runs(runs, context)[..., -1]
+    return {
+        name: interval(own[..., -1] - other)
+        for name, other in others.items()
+        if other.shape == own[..., -1].shape
+    }
 
 
 def table(tasks: dict[str, dict[str, Runs]]) -> str:
@@ -198,6 +226,9 @@ def table(tasks: dict[str, dict[str, Runs]]) -> str:
                 shown = columns[sorted({0, len(columns) // 2, len(columns) - 1})]
                 text = "  ".join(f"{b:6.1f} ({a:.1f}-{c:.1f})" for a, b, c in shown)
                 lines.append(f"{task}, {name}, {context}, {len(runs)} seeds: {text}")
+            for other, over in last_over(runs).items():
+                text = "{mean:.1f} ({low:.1f} to {high:.1f})".format(**over)
+                lines.append(f"{task}, {name}, last own episode over {other}: {text}")
     return "\n".join(lines)
 
 
@@ -264,7 +295,6 @@ def _references(axes: Axes, runs: Runs, x: str) -> None:
     """Draws in grey the levels that returns are compared with."""
     known = {k: v for run in runs for k, v in run["references"].items()}
     levels = {"oracle": "knows the world", "random": "random actions"}
-    levels |= {"recorded_best": "best of the data", "recorded_mean": "mean of the data"}
     shown = {words: known[key] for key, words in levels.items() if key in known}
     if not shown:
         shown = {"return that agents are conditioned on": runs[0]["target"]}

@@ -45,8 +45,8 @@ make_data() {
 # no more episodes than it was trained with.
 imitate=(--temperature 0.7) explore=(--temperature 2 --hold 5) distil=()
 case $WHERE in
-10x10) config=icrl_dark_room.py:10x10/ play=(100 10) read=(1 2 4 8 16) ;;
-9x9) config=icrl_dark_room.py:9x9/ play=(48 40) read=(4 16 64 250 1000)
+10x10) config=icrl.py:dark_room/10x10/ play=(100 10) read=(1 2 4 8 16) ;;
+9x9) config=icrl.py:dark_room/9x9/ play=(48 40) read=(4 16 64 250 1000)
     distil=(--window 20) ;;
 *) echo "error: $WHERE is neither 10x10 nor 9x9" >&2 && exit 1 ;;
 esac

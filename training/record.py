@@ -24,7 +24,11 @@ PLACES = ("data.corpus", "data.trajectories")
 PINNED = ("seed", "data")
 """Settings that decide which data a step reads."""
 
-REMOVED = {"agent.rank_embedding": False, "data.loss_on": "all"}
+REMOVED = {
+    "agent.method": "transformer",
+    "agent.rank_embedding": False,
+    "data.loss_on": "all",
+}
 """Settings that only older programs had, with the values that all runs have now."""
 
 _PLAIN = {

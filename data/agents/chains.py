@@ -20,7 +20,7 @@ import numpy as np
 
 from data.agents.trajectory_file import TrajectoryFile
 
-ORDERS = ("ascending", "drawn", "learnt", "ranked")
+ORDERS = ("ascending", "drawn", "learnt")
 PREDICTED = ("actions", "targets")
 PLACES = ("timesteps", "ranks", "positions")
 """Fields of a batch that are whole numbers."""
@@ -104,8 +104,7 @@ class Chains:
     seed: with k, of what is drawn.
     order: "ascending" by return, ties by the episode's number; as they were "drawn",
       for a model that must not learn that later is better; or as they were "learnt":
-      one of each n-th of the world's episodes, in their order; or "ranked", the same of
-      the world's episodes by return, as if they had been learnt.
+      one of each n-th of the world's episodes, in their order.
     latest_begin: of what is learnt, up to which share of the episodes that a chain can
       do without every second chain begins later than at the first: 0 to 1. So an
       agent that has acted for longer than a context knows how it goes on.
@@ -146,17 +145,9 @@ class Chains:
 
     @cached_property
     def _of_worlds(self) -> list[np.ndarray]:
-        """The episodes of each world, increasing, or by return if they are ranked."""
-        episodes = self.episodes
-        if self.order == "ranked":
-            returns = self.trajectories.returns[episodes]
-            episodes = episodes[np.argsort(returns, kind="stable")]
-        worlds = self.trajectories.worlds[episodes]
-        return [episodes[worlds == world] for world in np.unique(worlds)]
-
-    @cached_property
-    def _lengths(self) -> np.ndarray:
-        return self.trajectories.lengths
+        """The episodes of each world, increasing."""
+        worlds = self.trajectories.worlds[self.episodes]
+        return [self.episodes[worlds == world] for world in np.unique(worlds)]
 
     @cached_property
     def length(self) -> int:
@@ -172,7 +163,7 @@ class Chains:
         """Returns a chain's episodes, int64 (n,), in the order of the chain."""
         rng, worlds = np.random.default_rng([self.seed, row]), self._of_worlds
         of_world = worlds[rng.integers(len(worlds)) if len(worlds) > 1 else 0]
-        if self.order in ("learnt", "ranked"):
+        if self.order == "learnt":
             spare, latest = len(of_world) - self.chain_length, self.latest_begin
             begin = spare * max(0, rng.uniform(-latest, latest)) if latest else 0
             edges = np.linspace(begin, len(of_world), self.chain_length + 1).astype(int)
@@ -184,8 +175,8 @@ class Chains:
 
     def read(self, row: int, index: np.ndarray) -> ChainBatch:
         """Reads the steps at `index`, int32 (L,) places in the chain: arrays (L, …)."""
-        chain = self.chain(row)
-        returns, lengths = self.trajectories.returns[chain], self._lengths[chain]
+        file, chain = self.trajectories, self.chain(row)
+        returns, lengths = file.returns[chain], file.lengths[chain]
         ends = np.cumsum(lengths)
         real = index < ends[-1]
         places, best = np.where(real, index, 0), returns.max()
@@ -198,7 +189,7 @@ class Chains:
             return ranks, timesteps, is_last & (returns[ranks] >= best)
 
         def read(ranks: np.ndarray, timesteps: np.ndarray) -> tuple[np.ndarray, ...]:
-            return self._steps(self.trajectories.offsets[chain[ranks]] + timesteps)
+            return self._steps(file.offsets[chain[ranks]] + timesteps)
 
         ranks, timesteps, reached = located(places)
         observations, actions, targets, rewards = read(ranks, timesteps)

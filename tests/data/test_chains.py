@@ -149,18 +149,6 @@ def test_what_was_learnt_is_read_in_its_order_and_whole(worlds):
     assert (places // 3 == [0, 1, 2]).all() and set(places.flat) == set(range(9))
 
 
-def test_ranked_episodes_are_read_as_if_they_had_been_learnt(tmp_path):
-    """Of a world's episodes by return, one of each third: from bad to good."""
-    returns = np.random.default_rng(1).permutation(36).astype(float)
-    file = pack(tmp_path, [([r], n % 4) for n, r in enumerate(returns)])
-    chains = make_chains(file, 3, order="ranked")
-    for row in range(60):
-        chain = chains.chain(row)
-        (world,) = set(file.worlds[chain])
-        places = np.searchsorted(np.sort(returns[world::4]), returns[chain])
-        assert (places // 3 == [0, 1, 2]).all()
-
-
 def test_what_was_learnt_is_read_from_anywhere_to_the_end(tmp_path):
     file = pack(tmp_path, [([0.5], n % 2) for n in range(200)])
     chains = make_chains(file, 10, order="learnt", latest_begin=0.8)

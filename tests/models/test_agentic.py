@@ -12,6 +12,7 @@ from data.agents.trajectory_file import TrajectoryFile
 from models.actions import Actions
 from tests.cases import in_tiers
 from tests.small.agents import (
+    CLONER,
     EPISODE_STEPS,
     ONE_TOKEN,
     Run,
@@ -146,35 +147,18 @@ def test_a_change_shows_from_where_it_is_visible_on(batch, field, place):
     np.testing.assert_array_equal(after[0, :first], before[0, :first])
 
 
-@pytest.mark.thorough
-def test_a_chain_of_one_is_the_first_episode_of_a_longer_one(batch):
-    """A Decision Transformer is the same model, read to the end of one episode."""
-    short = {"agent__chain_length": 1, "data__context_tokens": 4 * EPISODE_STEPS}
-    decision = one_device(**short)
-    first = jax.tree.map(lambda x: x[:, :EPISODE_STEPS], batch)
-    want = one_device().actions(batch)[:, :EPISODE_STEPS]
-    np.testing.assert_allclose(decision.actions(first), want, atol=1e-6)
-
-
-def test_the_rank_of_an_episode_is_not_seen(batch):
-    """Else later would be better, whatever is read."""
-    other = batch._replace(ranks=1 - batch.ranks)
-    run = one_device()
-    np.testing.assert_array_equal(run.actions(other), run.actions(batch))
-
-
-def test_a_perceptron_sees_the_present_alone(batch):
-    run = Run(MeshShape(ring=2), "striped", agent__method="perceptron")
-    whole = one_device(agent__method="perceptron")
-    assert_same(
-        run.losses_and_gradients(batch), whole.losses_and_gradients(batch), 1e-5
-    )
+def test_a_window_of_one_token_sees_the_present_alone(batch):
+    run, whole = Run(MeshShape(ring=2), "striped", **CLONER), one_device(**CLONER)
+    found, want = (one.losses_and_gradients(batch) for one in (run, whole))
+    assert_same(found[0], want[0], 1e-5)
+    for name in ("return", "action", "reward"):
+        assert not jax.tree.leaves(found[1][f"{name}_embedding"])[0].any()
+    for name in ("observation_embedding", "timestep_embedding", "action_head"):
+        assert_same(found[1][name], want[1][name], 1e-5)
     before = whole.actions(batch)
+    unseen = {name: getattr(batch, name) + 1 for name in ("returns_to_go", "rewards")}
     observations = np.array(batch.observations)
     observations[0, 3] += 1
-    after = whole.actions(batch._replace(observations=observations))
+    after = whole.actions(batch._replace(observations=observations, **unseen))
     changed = (after != before).any(axis=-1)
     assert changed.sum() == 1 and changed[0, 3]
-    # A checkpoint of one layer could not be read: a parameter would have no elements.
-    with pytest.raises(ValueError, match="num_layers=1, .* perceptron: at least 2"):
-        one_device(agent__method="perceptron", model__num_layers=1)

@@ -32,6 +32,8 @@ ONE_TOKEN = {
     "data__context_tokens": 16,
 }
 """Fields of an agent that reads a step as one token and predicts logits."""
+CLONER = {"model__layer_pattern": "w", "model__window": 1}
+"""Fields of an agent that sees the present state alone."""
 
 
 def config_of(**overrides: Any) -> ConfigDict:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases import pairs, table
 from tools import figures
-from tools.figures import agent, bounds, read_returns, returns
+from tools.figures import agent, bounds, last_over, read_returns, returns
 from tools.lib.exorl.scores import interval
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
@@ -24,7 +24,7 @@ def test_committed_rows_are_drawn(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [output]
 
 
-def results(returns, seed=0, data=(), agent=(), contexts=(), **fields):
+def results(returns, seed=0, data=(), agent=(), model=(), contexts=(), **fields):
     """Returns results of `evaluate exorl`: an agent in worlds, by what it has read."""
     made = {"method": "transformer", "chain_length": 4} | dict(agent)
     kept = {"chain_order": "drawn", "predict": "targets"} | dict(data)
@@ -33,7 +33,7 @@ def results(returns, seed=0, data=(), agent=(), contexts=(), **fields):
         name: {"returns": found, "recorded_returns": [[0] * (name == "other")]}
         for name, found in played.items()
     }
-    config = {"agent": made, "data": kept, "seed": seed}
+    config = {"agent": made, "data": kept, "model": dict(model), "seed": seed}
     whole = {"task": "walk", "target": 5.0, "config": config, "contexts": outcomes}
     known = {"oracle": 20.0, "random": 0.5, "tabular": [1.0, 2.0]}
     return whole | {"references": known} | fields
@@ -65,6 +65,10 @@ def test_seeds_make_one_curve_and_rows_of_one_world_one_value(tmp_path):
     assert mean.tolist() == [2.75, 6.75]
     found = interval(np.array([[4.0, 1.0], [4.0, 2.0]]))
     assert (low[0], high[0]) == (found["low"], found["high"])
+    # The last above the first: 3 and 8 in seed 0, 2 and 3 in seed 1.
+    over = last_over(runs)
+    assert over["its first"]["mean"] == over["the best before"]["mean"] == 4.0
+    assert over["its first"] == interval(np.array([[3.0, 8.0], [2.0, 3.0]]))
     left, right = returns(tasks).axes
     lines = {line.get_label(): line for line in left.lines}
     own = lines[f"{name}, own episodes before"].get_xydata()

@@ -13,8 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from data.agents.chains import STD_FLOOR, ChainBatch, of_step_before
-from data.agents.trajectory_file import TrajectoryFile
+from data.agents.chains import ChainBatch, of_step_before
 from kernels.decode_attention import CachedAttention
 from kernels.layouts import padded_length, permute
 from models import agentic
@@ -60,90 +59,52 @@ class Choice:
         return np.eye(logits.shape[-1], dtype=np.float32)[chosen]
 
 
+Policy = Callable[[ChainBatch], np.ndarray]
+"""From the present steps, (E,) each, to actions, float32 (E, A).
+
+Of these steps, the action and what comes of it are not looked at. Rows with a loss
+weight of 0 wait: what they do is left aside.
+"""
+
+
+def chance(choose: Choice) -> Policy:
+    """Returns what draws actions evenly, of the kind that is to be chosen."""
+
+    def act(present: ChainBatch) -> np.ndarray:
+        rows, size = present.actions.shape
+        if choose.actions.kind == "discrete":
+            return np.eye(size, dtype=np.float32)[choose.rng.integers(size, size=rows)]
+        return choose.rng.uniform(-1, 1, (rows, size)).astype(np.float32)
+
+    return act
+
+
 @dataclass
 class Actor:
-    """Chooses actions, for E rows at a time; of itself it has no context.
+    """An agent that acts in E rows at a time.
 
-    device_bytes: bytes that its context takes on each device.
-    """
-
-    choose: Choice
-    device_bytes: int = field(default=0, kw_only=True)
-
-    def forget(self) -> None:
-        """Begins an empty context."""
-
-    def act(self, present: ChainBatch) -> np.ndarray:
-        """Returns actions, float32 (E, A), for the present steps, (E,) each.
-
-        Of these, the action and what comes of it are not looked at. Rows with a loss
-        weight of 0 wait: nothing of theirs is seen, and what they do is left aside.
-        """
-        raise NotImplementedError
-
-    def learn(self, done: ChainBatch) -> None:
-        """Takes the present steps with what was done and what came of it."""
-
-    def read(self, done: ChainBatch) -> None:
-        """Takes all steps of whole episodes, (E, S) each, into an empty context.
-
-        Those with a loss weight of 0 come last in each row, and are not taken.
-        """
-
-
-class Chance(Actor):
-    """Draws actions evenly, of the kind that is to be chosen."""
-
-    def act(self, present: ChainBatch) -> np.ndarray:
-        (rows, size), rng = present.actions.shape, self.choose.rng
-        if self.choose.actions.kind == "discrete":
-            return np.eye(size, dtype=np.float32)[rng.integers(size, size=rows)]
-        return rng.uniform(-1, 1, (rows, size)).astype(np.float32)
-
-
-@dataclass
-class Knowing(Actor):
-    """Acts by a policy: from observations (E, size), as they are, to actions (E, A)."""
-
-    policy: Callable[[np.ndarray], np.ndarray]
-    file: TrajectoryFile
-
-    def act(self, present: ChainBatch) -> np.ndarray:
-        spread = self.file.observation_std + STD_FLOOR
-        seen = present.observations * spread + self.file.observation_mean
-        return self.policy(seen).astype(np.float32)
-
-
-@dataclass
-class CloningActor(Actor):
-    """Clones what was done. program: from observations (E, 1, …) to predictions."""
-
-    program: Callable[[jax.Array], jax.Array]
-
-    def act(self, present: ChainBatch) -> np.ndarray:
-        predicted = self.program(present.observations[:, None])
-        return self.choose(np.asarray(predicted)[:, 0])
-
-
-@dataclass
-class ContextActor(Actor):
-    """Sees all since it last forgot, through a KV cache that is sharded over the ring.
+    It sees all since it last forgot, through a KV cache that is sharded over the ring.
 
     empty: () -> cache. program: (steps (E, 2) or (E, 1), cache) -> (predictions (E, A),
     cache), see `agentic.act`; takes the cache's place.
     fill: (steps (E, S), empty cache) -> cache of them.
     has_one_token: whether a step is one token, with the reward of the step before.
+    device_bytes: bytes that its context takes on each device.
     """
 
+    choose: Choice
     empty: Callable[[], Cache]
     program: Callable[[ChainBatch, Cache], tuple[jax.Array, Cache]]
     fill: Callable[[ChainBatch, Cache], Cache]
     has_one_token: bool
+    device_bytes: int
 
     def forget(self) -> None:
+        """Begins an empty context."""
         self._cache, self._before, self._position = self.empty(), None, np.int32(0)
 
     def act(self, present: ChainBatch) -> np.ndarray:
+        """Returns actions as a `Policy`; of rows that wait nothing is seen."""
         # What stands before the first steps, at position -1, is not read.
         before = self._before or jax.tree.map(np.zeros_like, present)
         steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
@@ -157,6 +118,7 @@ class ContextActor(Actor):
         return self.choose(np.asarray(predicted))
 
     def learn(self, done: ChainBatch) -> None:
+        """Takes the present steps with what was done and what came of it."""
         goes_on = done.loss_weights > 0
         before = self._before or done
 
@@ -167,6 +129,10 @@ class ContextActor(Actor):
         self._position = self._position + goes_on.astype(np.int32)
 
     def read(self, done: ChainBatch) -> None:
+        """Takes all steps of whole episodes, (E, S) each, into an empty context.
+
+        Those with a loss weight of 0 come last in each row, and are not taken.
+        """
         self._position = (done.loss_weights > 0).sum(axis=1, dtype=np.int32)
         rows = np.arange(len(self._position))
         self._before = jax.tree.map(lambda x: x[rows, self._position - 1], done)
@@ -197,9 +163,6 @@ def actor(
     model = run.on(StationaryPartition(partition.mesh)).model
     actions = model.config.actions
     choice = Choice(actions, temperature, np.random.default_rng(seed), hold)
-    if run.is_perceptron:
-        program = jax.jit(lambda p, x: nnx.merge(model.structure, p)(x))
-        return CloningActor(choice, functools.partial(program, parameters))
     parts = partition.shards("batch")
     if rows % parts:
         raise ValueError(
@@ -225,13 +188,13 @@ def actor(
         return agentic.act(agent, steps, cache, operations)
 
     program = jax.jit(act, donate_argnums=2, out_shardings=(whole, cache))
-    return ContextActor(
+    return Actor(
         choice,
         jax.jit(empty, out_shardings=cache),
         functools.partial(program, parameters),
         functools.partial(_reader(run, operations, cache), parameters),
         config.agent.step_tokens == 1,
-        device_bytes=held,
+        held,
     )
 
 

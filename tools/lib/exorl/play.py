@@ -7,7 +7,7 @@ import numpy as np
 
 from data.agents.chains import ChainBatch, standardised
 from data.agents.trajectory_file import TrajectoryFile
-from tools.lib.exorl.agents import Actor, Chance
+from tools.lib.exorl.agents import Actor, Policy, chance
 from tools.lib.exorl.contexts import Context
 from tools.lib.exorl.scenes import Scene
 
@@ -22,12 +22,14 @@ class Play:
     file: what the agent's observations are standardised by.
     targets: float (E,), the return that every episode of a row is conditioned on.
     window: episodes in a context at most, the last ones; None for all.
+    policy: acts in the agent's place, if there is one.
     """
 
     actor: Actor
     file: TrajectoryFile
     targets: np.ndarray
     window: int | None = None
+    policy: Policy | None = None
     _done: list[ChainBatch] = field(default_factory=list)
 
     def play(self, context: Context) -> np.ndarray:
@@ -37,7 +39,7 @@ class Play:
         """
         self.actor.forget()
         self._done, returns, drawn = [], [], context.drawn
-        chance = Chance(self.actor.choose)
+        drawing, act = chance(self.actor.choose), self.policy or self.actor.act
         slides = self.window and not (context.forgets or drawn)
         for played, (scene, seeds) in enumerate(context.scenes):
             rank = played
@@ -48,8 +50,8 @@ class Play:
                 self.actor.forget()
             if drawn and rank == drawn:
                 self.actor.read(self.steps())
-            actor = chance if rank < drawn else self.actor
-            returns.append(self._episode(actor, scene, seeds, rank))
+            policy = drawing if rank < drawn else act
+            returns.append(self._episode(policy, scene, seeds, rank))
         return np.stack(returns, axis=1)
 
     def steps(self) -> ChainBatch:
@@ -77,7 +79,7 @@ class Play:
         self.actor.read(self.steps())
 
     def _episode(
-        self, actor: Actor, scene: Scene, seeds: np.ndarray, rank: int
+        self, policy: Policy, scene: Scene, seeds: np.ndarray, rank: int
     ) -> np.ndarray:
         """Plays an episode of the scene, and returns the rows' returns (E,)."""
         observations, _ = scene.reset(seed=seeds.tolist())
@@ -85,7 +87,7 @@ class Play:
         goes_on = np.ones(len(observations), bool)
         while goes_on.any():
             present = self._present(observations, total, timestep, rank, goes_on)
-            actions = actor.act(present)
+            actions = policy(present)
             observations, rewards, over, timed_out, _ = scene.step(actions)
             rewards, ended = np.where(goes_on, rewards, 0), over | timed_out
             total += rewards
@@ -94,7 +96,7 @@ class Play:
                 rewards=rewards.astype(np.float32),
                 completions=((total >= self.targets) & ended).astype(np.float32),
             )
-            actor.learn(done)
+            self.actor.learn(done)
             self._done.append(done)
             goes_on, timestep = goes_on & ~ended, timestep + 1
         return total

@@ -1,35 +1,22 @@
-"""References for agents in worlds: what returns are compared with.
+"""References for agents in Dark Room: what returns are compared with.
 
-In Dark Room an oracle, chance, and an explorer, which walks to the nearest unseen cell
-until it has found the goal. Elsewhere the trajectories of the same worlds.
+An oracle, chance, and an explorer, which walks to the nearest unseen cell until it has
+found the goal.
 """
 
 from typing import Any
 
 import numpy as np
 
-from data.agents.dark_room import ROOMS, DarkRoom
-from data.agents.trajectory_file import TrajectoryFile
+from data.agents.dark_room import DarkRoom
 from tools.lib.exorl.scores import of_worlds
 
 
-def references(
-    file: TrajectoryFile, worlds: np.ndarray, episodes: int
-) -> dict[str, Any]:
-    """Returns mean returns over worlds; explorer by episode.
-
-    Of Dark Room, where all are exact. Elsewhere those of the trajectories in these
-    worlds: the best of each, and the mean.
+def references(room: DarkRoom, worlds: np.ndarray, episodes: int) -> dict[str, Any]:
+    """Returns exact mean returns over worlds; explorer by episode.
 
     worlds: int (E,), of the rows, which may have one in common.
     """
-    if file.index["domain"] != "dark_room":
-        of_each = [file.returns[file.worlds == world] for world in np.unique(worlds)]
-        return {
-            "recorded_best": float(np.mean([returns.max() for returns in of_each])),
-            "recorded_mean": float(np.mean([returns.mean() for returns in of_each])),
-        }
-    room = ROOMS[file.index["task"]]
     goals = room.goals[worlds]
     explorer = of_worlds(explorer_returns(room, goals, episodes), worlds)
     return {

@@ -98,11 +98,6 @@ def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None
 
     devices: number of devices, for the config's own mesh; None for any mesh.
     """
-    if config.task == "exorl" and config.agent.method == "perceptron":
-        raise ValueError(
-            f"{config.agent.method=} has no attention to plan: set "
-            'config.agent.method="transformer"'
-        )
     if not 1 <= config.data.context_tokens <= MOST_TOKENS:
         raise ValueError(
             f"{config.data.context_tokens=} must be at least 1 and at most "
