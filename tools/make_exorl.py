@@ -14,7 +14,6 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +22,10 @@ from tqdm import tqdm
 from data.agents import environments
 from data.agents.environments import FARTHEST_GOAL, Environment
 from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
+from data.agents.exorl import quantiles
 from data.files import new_directory
 from data.remote import place
 from tasks.command_line import Parser, as_program, at_least
-from tools.lib.exorl.scores import quantiles
 
 ALGORITHM = "scripted"
 EXPONENTS = 0.0, 1.0, 2.0
@@ -40,45 +39,39 @@ MOST_STEPS = 1000
 """No episode of ExoRL is longer."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A data set to make: equal ones make the same files.
-
-    episodes: how many. seed: of all that is drawn.
-    action_repeat: steps that every action is held for; all are in the episode.
-    """
-
-    domain: str
-    episodes: int
-    seed: int
-    action_repeat: int = 1
-
-
-def make(recipe: Recipe, output: Path) -> Buffer:
+def make(
+    output: Path, domain: str, episodes: int, seed: int, action_repeat: int = 1
+) -> Buffer:
     """Writes `output`/domain/scripted, whole or not at all.
+
+    action_repeat: steps that every action is held for; all are in the episode.
 
     Raises:
       FileExistsError: there is such a data set already; it is not touched.
       ValueError: actions would be held for longer than an episode.
       ImportError: dm_control is missing.
     """
-    if recipe.action_repeat > MOST_STEPS:
+    if action_repeat > MOST_STEPS:
         raise ValueError(
-            f"action_repeat={recipe.action_repeat} must be at most the {MOST_STEPS} "
-            "steps of an episode"
+            f"{action_repeat=} must be at most the {MOST_STEPS} steps of an episode"
         )
+    recipe = {"domain": domain, "episodes": episodes, "seed": seed}
+    recipe["action_repeat"] = action_repeat
     environments.check_simulator()
-    buffer = Buffer(output, recipe.domain, ALGORITHM)
+    buffer = Buffer(output, domain, ALGORITHM)
     with new_directory(buffer.directory) as new:
         folder = new / "buffer"
         folder.mkdir()
-        task = environments.tasks(recipe.domain)[0]
-        environment = Environment(recipe.domain, task)
-        numbers = tqdm(range(recipe.episodes), unit=" episodes", disable=None)
-        returns = [_record(environment, recipe, folder, number) for number in numbers]
+        task = environments.tasks(domain)[0]
+        environment, returns = Environment(domain, task), []
+        for number in tqdm(range(episodes), unit=" episodes", disable=None):
+            rng = np.random.default_rng([seed, number])
+            episode = _record(environment, folder, number, action_repeat, rng)
+            write_episode(episode)
+            returns.append(float(episode.reward.sum(dtype=np.float64)))
         meta = {
             "generator": "tools/make_exorl.py of Annulus: no data of ExoRL",
-            "recipe": asdict(recipe),
+            "recipe": recipe,
             "stored_task": task,
             "returns": quantiles(returns),
             "versions": {
@@ -92,20 +85,21 @@ def make(recipe: Recipe, output: Path) -> Buffer:
 
 
 def _record(
-    environment: Environment, recipe: Recipe, folder: Path, number: int
-) -> float:
-    """Rolls out and writes an episode; returns its return."""
-    size, rng = (
-        DOMAINS[recipe.domain].action,
-        np.random.default_rng([recipe.seed, number]),
-    )
+    environment: Environment,
+    folder: Path,
+    number: int,
+    action_repeat: int,
+    rng: np.random.Generator,
+) -> Episode:
+    """Rolls out an episode."""
+    size = DOMAINS[environment.domain].action
     noise = draw_noise(rng, rng.choice(EXPONENTS), rng.choice(SCALES), size)
     first = environment.reset(int(rng.integers(2**31)))
     rows = [(first, np.zeros(size, np.float32), 0.0, environment.physics())]
-    walks, aim = recipe.domain == "point_mass", None
+    walks, aim = environment.domain == "point_mass", None
     roaming = ROAMING * rng.random()
     for step, wanted in enumerate(noise):
-        if step % recipe.action_repeat == 0:
+        if step % action_repeat == 0:
             if walks:
                 if aim is None or rng.random() < roaming:
                     aim = rng.uniform(-FARTHEST_GOAL, FARTHEST_GOAL, size)
@@ -117,7 +111,7 @@ def _record(
         if result.last:
             break
     observation, action, reward, physics = map(np.array, zip(*rows, strict=True))
-    episode = Episode(
+    return Episode(
         path=folder / f"episode_{number:06d}_{len(rows) - 1}.npz",
         observation=observation,
         action=action,
@@ -125,8 +119,6 @@ def _record(
         discount=np.ones((len(rows), 1), np.float32),
         physics=physics,
     )
-    write_episode(episode)
-    return float(episode.reward.sum(dtype=np.float64))
 
 
 def draw_noise(
@@ -159,9 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--action-repeat", type=at_least(1), default=1, help=held)
     add("--episodes", type=at_least(1), default=300, help=default)
     add("--seed", type=at_least(0), default=0, help=f"of all that is drawn {default}")
-    given = vars(parser.parse_args(arguments))
-    output = given.pop("output")
-    directory = make(Recipe(**given), output).directory
+    directory = make(**vars(parser.parse_args(arguments))).directory
     meta = json.loads((directory / "meta.json").read_text())
     returns = ", ".join(f"{q} {value:.1f}" for q, value in meta["returns"].items())
     print(f"{meta['stored_task']}: returns {returns}\nwritten to {directory}")

@@ -56,12 +56,10 @@ DOMAINS = {
 
 
 class BadEpisode(ValueError):
-    """A file that is not an episode of its domain; `path` and `reason`, one line."""
+    """A file that is not an episode of its domain, in one line."""
 
     def __init__(self, path: Path, reason: str):
-        self.path = path
-        self.reason = " ".join(reason.split())[:REASON_LETTERS]
-        super().__init__(f"{path}: {self.reason}")
+        super().__init__(f"{path}: {' '.join(reason.split())[:REASON_LETTERS]}")
 
 
 @dataclass(frozen=True, eq=False)

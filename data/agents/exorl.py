@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def pack(
     for task in tasks:
         refuse_existing(folder / task)
     environments = [_environment(buffer.domain, task, selection) for task in tasks]
-    files = _Files(buffer, selection)
+    paths = _taken(buffer, selection.max_transitions)
     with contextlib.ExitStack() as stack:
         bar = tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None)
         stack.enter_context(bar)
@@ -77,17 +78,30 @@ def pack(
             )
             for task, environment in zip(tasks, environments, strict=True)
         ]
-        for episode, rewards in files.read(environments):
-            for writer, of_task in zip(writers, rewards, strict=True):
-                for piece in _joined(episode, of_task, selection):
+        for path in paths:
+            episode = read_episode(path, buffer.domain)
+            _check_repeats(episode, selection.action_repeat)
+            source = {"file": path.name, **describe_file(path), "steps": episode.steps}
+            for writer, environment in zip(writers, environments, strict=True):
+                rewards = _rewards(episode, environment)
+                for piece in _joined(episode, rewards, selection):
                     writer.write(*piece)
-                stored = np.abs(of_task - episode.reward[1:, 0]).max()
+                stored = np.abs(rewards - episode.reward[1:, 0]).max()
                 difference = "largest_difference_from_stored"
                 writer.about[difference] = max(writer.about[difference], float(stored))
+                writer.about["sources"].append(source)
             bar.update(episode.steps)
-        for writer in writers:
-            writer.about["sources"] = files.taken
     return [TrajectoryFile.open(folder / task) for task in tasks]
+
+
+def _taken(buffer: Buffer, most: int) -> list[Path]:
+    """Returns the first files of a buffer, up to so many steps, but one at least.
+
+    By the names of the files, so that none is read in vain.
+    """
+    paths = buffer.scan()
+    ends = zip(paths, accumulate(map(steps_of, paths)), strict=False)
+    return [path for path, _ in takewhile(lambda x: x[1] <= most, ends)] or paths[:1]
 
 
 def _environment(domain: str, task: str, selection: Selection) -> Environment:
@@ -112,6 +126,7 @@ def _about(
         "action_repeat": selection.action_repeat,
         "versions": {"numpy": np.__version__} | versions(),
         "largest_difference_from_stored": 0.0,
+        "sources": [],
     }
     if environment.targets is not None:
         targets = environment.targets.tolist()
@@ -119,46 +134,21 @@ def _about(
     return about
 
 
+def quantiles(returns: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Returns the quantiles of returns by name."""
+    values = np.percentile(returns, QUANTILES).round(3).tolist()
+    return {f"{q}%": value for q, value in zip(QUANTILES, values, strict=True)}
+
+
 def describe(trajectories: TrajectoryFile) -> str:
     """Describes a trajectory file in a few lines."""
-    lengths = trajectories.lengths
-    values = np.percentile(trajectories.returns, QUANTILES)
-    returns = ", ".join(f"{q}% {v:.2f}" for q, v in zip(QUANTILES, values, strict=True))
+    lengths, values = trajectories.lengths, quantiles(trajectories.returns)
+    returns = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
     return (
         f"{len(lengths):,} episodes of {lengths.min()} to {lengths.max()} steps, "
         f"{lengths.sum():,} steps\n"
         f"returns {returns}\nwritten to {trajectories.directory}"
     )
-
-
-class _Files:
-    """A buffer's files, of which those within the selection's limits are read.
-
-    taken: name, size, digest and steps of each episode.
-    """
-
-    def __init__(self, buffer: Buffer, selection: Selection):
-        self._buffer, self._selection = buffer, selection
-        self._paths = buffer.scan()
-        self.taken: list[dict[str, Any]] = []
-
-    def read(
-        self, environments: Sequence[Environment]
-    ) -> Iterator[tuple[Episode, list[np.ndarray]]]:
-        """Yields the episodes, with rewards in each environment, float (W, T)."""
-        left = self._selection.max_transitions
-        for path in self._paths:
-            # By its name, so that no file is read in vain.
-            steps = steps_of(path)
-            if self.taken and steps > left:
-                break
-            episode = read_episode(path, self._buffer.domain)
-            _check_repeats(episode, self._selection.action_repeat)
-            rewards = [_rewards(episode, one) for one in environments]
-            left -= steps
-            about = {"file": path.name, **describe_file(path), "steps": steps}
-            self.taken.append(about)
-            yield episode, rewards
 
 
 def _check_repeats(episode: Episode, action_repeat: int) -> None:

@@ -162,7 +162,7 @@ class TrajectoryFile:
         described = self.index["worlds_described"]
         return np.array([world["target"] for world in described])
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Steps of each episode, int64 (episodes,)."""
         return np.diff(self.offsets)
@@ -197,20 +197,11 @@ def top_episodes(
     Decision Transformer paper (2106.01345). Sorted from best to worst; of equal
     returns, the later episode comes first, as there.
 
-    Args:
-      returns, lengths: of each episode.
-      share: of the steps, above 0 and up to 1.
-
     Raises:
-      ValueError: the share is out of range, or an episode has no return.
+      ValueError: the share is not above 0 and up to 1.
     """
-    if not 0 < share <= 1 or not len(returns) == len(lengths) > 0:
-        raise ValueError(
-            f"{share=} of {len(returns)} episodes must be above 0, up to 1, and of "
-            f"some episodes, of which {len(lengths)} have a length"
-        )
-    if np.isnan(returns).any():
-        raise ValueError(f"episode {np.argmax(np.isnan(returns))} has no return")
+    if not 0 < share <= 1:
+        raise ValueError(f"{share=} of the steps must be above 0, and up to 1")
     best_first = np.argsort(returns, kind="stable")[::-1]
     within = np.cumsum(lengths[best_first]) <= share * np.sum(lengths)
     return best_first[: max(int(within.sum()), 1)]

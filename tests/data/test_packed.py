@@ -330,14 +330,10 @@ def test_best_episodes_hold_a_tenth_of_the_steps():
     assert top_episodes(returns, lengths, 0.25).tolist() == [1, 4]
     assert top_episodes(returns, lengths, 0.3).tolist() == [1, 4, 3]
     assert top_episodes(returns, lengths, 0.01).tolist() == [1]
-    with pytest.raises(ValueError, match="episode 2 has no return"):
-        top_episodes(np.array([1, 2, np.nan, 3, 4]), lengths)
-    with pytest.raises(ValueError, match="of 5 episodes .* of which 4 have a length"):
-        top_episodes(returns, lengths[1:])
     assert top_episodes(returns, lengths, 1.0).tolist() == [1, 4, 3, 0, 2]
-    for share, count in (0, 5), (-1, 5), (1.5, 5), (0.1, 0):
-        with pytest.raises(ValueError, match=f"share={share} of {count} episodes"):
-            top_episodes(returns[:count], lengths[:count], share)
+    for share in 0, -1, 1.5:
+        with pytest.raises(ValueError, match=f"share={share} of the steps must be"):
+            top_episodes(returns, lengths, share)
     equal = np.ones(20)
     assert top_episodes(equal, np.full(20, 1000)).tolist() == [19, 18]
 

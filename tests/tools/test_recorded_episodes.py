@@ -1,6 +1,5 @@
 """Recorded episodes: of noise in ExoRL's format, packed, and of Dark Room."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -8,28 +7,22 @@ import numpy as np
 import pytest
 
 from data.agents.dark_room import MOVES, ROOMS, record
-from data.agents.environments import Environment
 from data.agents.episodes import BadEpisode, read_episode
-from data.agents.exorl import Selection, computed_rewards, pack
+from data.agents.exorl import Selection, pack
 from data.agents.trajectory_file import TrajectoryFile
-from tests.small.episodes import rolled_out_buffer
 from tools import make_dark_room, make_exorl, pack_exorl
-from tools.make_exorl import Recipe, draw_noise
+from tools.make_exorl import draw_noise
 
-FEW = Recipe("cartpole", episodes=3, seed=3, action_repeat=8)
+FEW = {"domain": "cartpole", "episodes": 3, "seed": 3, "action_repeat": 8}
 
 
-def made(directory, recipe=FEW, **changes):
-    return make_exorl.make(dataclasses.replace(recipe, **changes), directory)
+def made(directory, **changes):
+    return make_exorl.make(directory, **FEW | changes)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     return made(tmp_path_factory.mktemp("data"))
-
-
-def meta_of(buffer):
-    return json.loads((buffer.directory / "meta.json").read_text())
 
 
 def contents(buffer):
@@ -61,15 +54,6 @@ def test_noise_has_its_strength_and_its_colour(rng):
         assert np.log(low / high) / np.log(16) == pytest.approx(exponent, abs=0.1)
 
 
-def test_rewards_are_those_of_the_domains_first_task(few):
-    episode = read_episode(few.scan()[1], "cartpole")
-    (wanted,) = computed_rewards(Environment("cartpole", "swingup"), episode)
-    assert meta_of(few)["stored_task"] == "swingup"
-    np.testing.assert_allclose(episode.reward[1:, 0], wanted, atol=1e-6)
-    returns = [read_episode(path, "cartpole").reward.sum() for path in few.scan()]
-    assert meta_of(few)["returns"]["100%"] == pytest.approx(max(returns), abs=0.01)
-
-
 def test_a_point_mass_walks_to_places_everywhere(tmp_path):
     buffer = made(tmp_path, domain="point_mass", episodes=12, action_repeat=20)
     seen = [read_episode(path, "point_mass").observation for path in buffer.scan()]
@@ -88,6 +72,9 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
     assert one.index["largest_difference_from_stored"] < 1e-6
     of_episode = [read_episode(path, "cartpole").reward.sum() for path in few.scan()]
     np.testing.assert_allclose(one.returns, of_episode, rtol=1e-6)
+    meta = json.loads((few.directory / "meta.json").read_text())
+    assert meta["stored_task"] == "swingup"  # the domain's first task
+    assert meta["returns"]["100%"] == pytest.approx(max(of_episode), abs=0.01)
     assert eight.lengths.tolist() == [125] * 3
     np.testing.assert_allclose(eight.returns, one.returns, rtol=1e-6)
     np.testing.assert_array_equal(eight.steps[:][:, :-1], one.steps[:][::8, :-1])
@@ -102,19 +89,19 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
         pack(few, ["swingup"], tmp_path / "three", Selection(action_repeat=3))
 
 
-def test_program_tells_what_it_packed_and_names_the_bad_file(tmp_path, capsys):
-    environment = Environment("cartpole", "swingup")
-    buffer = rolled_out_buffer(tmp_path / "data", environment, [4, 4, 4])
-    words = f"--root {tmp_path}/data --domain cartpole --algorithm random"
-    words = f"{words} --task swingup --max-transitions 8 --cache"
-    assert pack_exorl.main([*words.split(), f"{tmp_path}/cache"]) == 0
-    assert "2 episodes of 4 to 4 steps, 8 steps" in capsys.readouterr().out
-    directory = tmp_path / "cache" / "cartpole" / "random" / "swingup"
-    assert len(TrajectoryFile.open(directory).returns) == 2
-    path = buffer.scan()[0]
-    path.write_bytes(b"some text")
-    assert pack_exorl.main([*words.split(), f"{tmp_path}/other"]) == 1
-    expected = f"error: {path}: unreadable npz (BadZipFile: File is not a zip file)\n"
+def test_the_program_tells_what_it_packed_and_names_the_bad_file(few, tmp_path, capsys):
+    words = (
+        f"--root {few.root} --domain cartpole --algorithm scripted --cache {tmp_path}"
+    )
+    words = f"{words} --task swingup --max-transitions 2000"
+    assert pack_exorl.main(words.split()) == 0
+    assert "2 episodes of 1000 to 1000 steps, 2,000" in capsys.readouterr().out
+    (tmp_path / "cartpole/scripted/buffer").mkdir()
+    bad = tmp_path / "cartpole/scripted/buffer/episode_0_4.npz"
+    bad.write_bytes(b"some text")
+    words = words.replace(str(few.root), str(tmp_path)).replace("swingup", "balance")
+    assert pack_exorl.main(words.split()) == 1
+    expected = f"error: {bad}: unreadable npz (BadZipFile: File is not a zip file)\n"
     assert capsys.readouterr().err == expected
 
 

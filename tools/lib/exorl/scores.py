@@ -1,10 +1,8 @@
 """Scores of agents from the returns of their episodes, with bootstrap intervals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
-
-from data.agents.exorl import QUANTILES
 
 RESAMPLES = 10_000
 SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -14,12 +12,6 @@ SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "first": lambda returns: returns[:, 0],
 }
 """From returns (E, n) to one number for each environment, (E,)."""
-
-
-def quantiles(returns: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Returns the quantiles of returns by name."""
-    values = np.percentile(returns, QUANTILES).round(3).tolist()
-    return {f"{q}%": value for q, value in zip(QUANTILES, values, strict=True)}
 
 
 def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
