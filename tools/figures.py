@@ -23,6 +23,7 @@ from tasks.command_line import Parser, as_program
 from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import interval, of_worlds
 from tools.lib.files import replacing
+from training.record import is_old
 from training.stored_step import differences
 
 INK, GREY = "#1b2733", "#5c6b7a"
@@ -171,7 +172,8 @@ def _settings(results: dict[str, Any]) -> dict[str, Any]:
     found = {
         name: value
         for name, value in fields.items()
-        if name.split(".")[0] in ("agent", "model", "optimizer") or name in TRAINED_BY
+        if (name.split(".")[0] in ("agent", "model", "optimizer") or name in TRAINED_BY)
+        and not is_old(name, value)
     }
     return found | {"step": results.get("step")}
 

@@ -70,35 +70,23 @@ def test_losses_and_gradients_are_those_of_one_device(
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
 
 
-def by_rank(errors: np.ndarray, batch: ChainBatch) -> np.ndarray:
-    weighed = (errors * batch.loss_weights)[:, :REAL]
-    return weighed.reshape(2, 2, EPISODE_STEPS).sum(axis=(0, 2))
-
-
-def test_logits_have_the_cross_entropy_of_their_targets(discrete):
-    run = one_device(**ONE_TOKEN)
-    logits = run.actions(discrete).astype(np.float64)
-    nats = np.log(np.exp(logits).sum(axis=-1))
-    nats -= (logits * discrete.targets).sum(axis=-1)
-    losses, _ = run.losses_and_gradients(discrete)
-    np.testing.assert_allclose(losses, by_rank(nats, discrete), rtol=1e-5)
-    bounded = Actions("continuous", 2, 2).bounded(logits)
-    np.testing.assert_allclose(bounded, np.tanh(logits), atol=1e-6)
-
-
-def test_binned_actions_have_the_cross_entropy_of_their_nearest_values(rng):
-    """Losses of each number of an action add up; beyond the ends are the ends."""
+def test_logits_have_the_cross_entropy_of_what_was_done(rng):
+    """Of binned actions of the nearest values, whose losses add up over an action."""
     targets = rng.uniform(-1.5, 1.5, (50, 2))
     logits = rng.normal(size=(50, 2, 5))  # (..., A, K)
     nearest = np.abs(targets[..., None] - np.linspace(-1, 1, 5)).argmin(axis=-1)
     assert (np.bincount(nearest.ravel()) > 0).all() and np.abs(targets).max() > 1.25
     chosen = np.take_along_axis(logits, nearest[..., None], axis=-1)[..., 0]
-    nats = (np.log(np.exp(logits).sum(axis=-1)) - chosen).sum(axis=-1)
-    actions = Actions("binned", 2, 5)
-    predicted = np.float32(logits.reshape(50, actions.predicted_size))
-    np.testing.assert_allclose(
-        actions.errors(predicted, np.float32(targets)), nats, 1e-5
-    )
+    nats = np.log(np.exp(logits).sum(axis=-1)) - chosen  # (..., A)
+    discrete, binned = Actions("discrete", 5, 2), Actions("binned", 2, 5)
+    predicted = np.float32(logits.reshape(50, binned.predicted_size))
+    found = binned.errors(predicted, np.float32(targets))
+    np.testing.assert_allclose(found, nats.sum(axis=-1), 1e-5)
+    first = np.float32(logits[:, 0]), np.eye(5, dtype=np.float32)[nearest[:, 0]]
+    np.testing.assert_allclose(discrete.errors(*first), nats[:, 0], 1e-5)
+    assert discrete.bounded(predicted) is predicted
+    bounded = Actions("continuous", 2, 2).bounded(predicted)
+    np.testing.assert_allclose(bounded, np.tanh(predicted), atol=1e-6)
 
 
 @pytest.mark.thorough
@@ -121,7 +109,8 @@ def test_losses_by_rank_are_those_of_the_predictions(batch, rng):
     """And so they add up; padding, with its garbage, counts for nothing."""
     errors = np.square(one_device().actions(batch) - batch.actions).mean(axis=-1)
     losses, before = one_device().losses_and_gradients(batch)
-    np.testing.assert_allclose(losses, by_rank(errors, batch), rtol=1e-5)
+    weighed = (errors * batch.loss_weights)[:, :REAL].reshape(2, 2, EPISODE_STEPS)
+    np.testing.assert_allclose(losses, weighed.sum(axis=(0, 2)), rtol=1e-5)
     noise = rng.normal(size=batch.actions.shape)
     actions = np.array(batch.actions)
     actions[:, REAL:] = noise[:, REAL:]
