@@ -191,22 +191,6 @@ def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
     assert outcome.returns.shape == (ROWS, 2) and (own != alone).any()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_window_holds_the_last_episodes_as_if_they_were_all(
-    agent, one_token, file, kind
-):
-    """Positions and ranks begin again: agents that read them can act on and on."""
-    acts = one_token if KINDS[kind] else agent
-    returns, steps = played(acts, file, scenes=episodes(*range(4)), window=2)
-    assert returns.shape == (ROWS, 4)
-    assert steps.ranks[0].tolist() == [0] * EPISODE_STEPS + [1] * EPISODE_STEPS
-    assert steps.positions[0].tolist() == list(range(2 * EPISODE_STEPS))
-    assert_as_the_whole_forward(steps, KINDS[kind], SECOND)
-    without = played(acts, file)
-    np.testing.assert_array_equal(returns[:, :2], without.returns)
-
-
 def test_a_context_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(actors, "device_memory", lambda device: 100)
@@ -287,13 +271,16 @@ def test_episodes_that_end_early_leave_rows_as_if_they_had_been_alone(
     """Rows wait for the others' episodes, and see nothing of that."""
     lengths = {0: [1, EPISODE_STEPS], 1: [EPISODE_STEPS, 2], 2: [2, 3]}
     acts = one_token if KINDS[kind] else agent
-    numbers = (0, 1, 2) if "window" in prompt else (0, 1)
+    numbers = (0, 1, 0, 2) if "window" in prompt else (0, 1)
     scenes = episodes(*numbers, lengths=lengths)
     returns, steps = played(acts, file, scenes=scenes, **prompt)
     there = steps.loss_weights > 0
     expected = np.sum([lengths[number] for number in numbers[-2:]], axis=0)
     np.testing.assert_array_equal(there.sum(axis=1), expected)
     assert (np.diff(there, axis=1) == 0).sum() >= there.size - 2 * ROWS
+    # In a window, positions and ranks begin again.
+    assert (steps.positions == np.arange(there.shape[1])).all()
+    assert set(steps.ranks[there]) == {0, 1}
     begins = (steps.timesteps == 0) & there
     assert begins.sum(axis=1).tolist() == [2] * ROWS and begins[:, 0].all()
     kept = np.where(there, steps.rewards, 0).sum(axis=1)
