@@ -281,11 +281,3 @@ def test_another_corpus_is_read_if_its_tokenizer_is_the_runs(corpus, tmp_path, c
     config.data.corpus = "gone"
     loss.set_corpus(config, tmp_path / "bytes")
     assert "the run's corpus (gone) is not here: nothing" in capsys.readouterr().out
-
-
-def test_rows_that_no_batch_holds_are_refused(run, tmp_path, capsys):
-    tokens = "--config.data.context_tokens=90000"
-    assert loss.main([f"--workdir={run}", tokens, "--output", str(tmp_path / "x")]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "has no row of 90000 tokens" in error
-    assert list(tmp_path.iterdir()) == []
