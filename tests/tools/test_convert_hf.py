@@ -35,27 +35,20 @@ from training.weights import SavedParameters
 
 slow = pytest.mark.slow
 
+# Those with tensor meet no model of one key/value head.
+SHAPES = (
+    {"fsdp": 4, "tensor": 2},
+    {"fsdp": 2, "ring": 2, "tensor": 2},
+    {"data": 2, "ring": 4},
+    {"fsdp": 4, "ring": 2},
+    {"ring": 4, "tensor": 2},
+)
 MESHES = {
-    "llama": MeshShape(fsdp=8),
-    "llama_gqa": MeshShape(fsdp=2, ring=2, tensor=2),
-    "llama_tied": MeshShape(data=2, ring=4),
-    "llama_scaled": MeshShape(fsdp=4, ring=2),
-    "mistral": MeshShape(fsdp=4, tensor=2),
-    "qwen2": MeshShape(fsdp=2, ring=2, tensor=2),
-    "qwen3": MeshShape(ring=8),
-    "gemma2": MeshShape(ring=4, tensor=2),
-    "gemma3": MeshShape(fsdp=2, ring=4),
-    "olmo2": MeshShape(fsdp=2, ring=2, tensor=2),
-    "olmo3": MeshShape(fsdp=2, ring=4),
-    "smollm3": MeshShape(ring=4, tensor=2),
-    "granite": MeshShape(fsdp=8),
-    "gemma": MeshShape(fsdp=4, ring=2),
-    "ministral": MeshShape(data=2, ring=4),
-    "seed_oss": MeshShape(fsdp=4, tensor=2),
-    "phi3": MeshShape(fsdp=2, ring=2, tensor=2),
+    name: MeshShape(**SHAPES[number % len(SHAPES)])
+    for number, name in enumerate(hf_models.NAMES)
 }
-EXPORTED = "llama_gqa", "llama_scaled", "qwen2", "gemma3", "olmo2", "phi3"
-"""By the fast tests: every type, norm, bias, a tied head, and fused matrices."""
+EXPORTED = "llama_gqa", "llama_scaled", "qwen2", "gemma3", "olmo2", "phi3", "qwen3_5"
+"""By the fast tests: every type, norm, bias, kind of layer, a tied head, fused ones."""
 each_model = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[slow] * (n not in EXPORTED)) for n in MESHES]
 )
