@@ -15,7 +15,6 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.backends import Backend
 from kernels.backends.tile_ranges import key_ranges
 from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.tpu.backward_dq import STREAMED
@@ -42,7 +41,6 @@ from tests.steps import (
     assert_true,
     compiled,
     run,
-    run_backward,
     truth,
 )
 
@@ -88,50 +86,26 @@ HEAD = StepCase(1792, 300, group=1, batch=1)  # 7 query tiles, of 256 x 128 with
 DQ_TILE = 256 * 128 * 4
 
 
-def traced(
-    case: StepCase, backend: Backend, dtype: jnp.dtype = jnp.float32, run=run
-) -> None:
-    """Refuses what the launcher refuses; computes nothing."""
-    program = functools.partial(run, backend, case.scale, case.sizes)
-    jax.eval_shape(program, case.abstract(dtype))
-
-
-@pytest.fixture
-def launches(monkeypatch) -> list[dict]:
-    """What `pallas_call` is told, in place of calling it."""
-    found = []
-
-    def pallas_call(kernel, *, out_shape, **options):
-        found.append(options)
-        return lambda *operands: jax.tree.map(jnp.zeros_like, out_shape)
-
-    monkeypatch.setattr(pl, "pallas_call", pallas_call)
-    return found
-
-
-def dq_tiles(launches: list[dict], capacity: int) -> int:
-    """Tiles of dq in a vector memory of so many bytes; 0: nothing fits."""
+def is_resident(capacity: int) -> bool | None:
+    """Whether dq stays in a vector memory of so many bytes; None: nothing fits."""
+    step = HEAD.abstract(jnp.float32)
     try:
-        traced(HEAD, with_vmem(capacity), run=run_backward)
+        chip = with_vmem(capacity).chip
+        return pallas_tpu.cut_backward(chip, step.q, step.k, SMALL_BLOCKS)[-1]
     except ValueError:
-        return 0
-    scratch = jax.tree.leaves(launches[-1]["grid_spec"].scratch_shapes)
-    (found,) = {x.shape[0] for x in scratch if x.shape[1:] == (256, 128)} - {2}
-    return found
+        return None
 
 
-def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves(launches):
+def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves():
     """The rest is what the smallest memory holds beside the buffers of a moving dq."""
     smallest = bisect.bisect_left(
-        range(CHIP.vmem_capacity_bytes), True, key=lambda c: dq_tiles(launches, c) > 0
+        range(CHIP.vmem_capacity_bytes), True, key=lambda c: is_resident(c) is not None
     )
-    assert dq_tiles(launches, smallest) == STREAMED
+    assert is_resident(smallest) is False
     rest = smallest * 7 // 8 - STREAMED * DQ_TILE
     enough = -(-(rest + 2 * 7 * DQ_TILE) * 8 // 7)
-    assert dq_tiles(launches, enough) == 7
-    assert dq_tiles(launches, enough - 2) == STREAMED
-    assert dq_tiles(launches, CHIP.vmem_capacity_bytes) == 7
-    assert dq_tiles(launches, SMALL_VMEM) == STREAMED
+    assert is_resident(enough) and is_resident(CHIP.vmem_capacity_bytes)
+    assert not is_resident(enough - 2) and not is_resident(SMALL_VMEM)
 
 
 def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
@@ -185,9 +159,17 @@ def test_bounds_of_more_than_16_million_slots_are_exact():
         np.testing.assert_array_equal(found, np.broadcast_to(bound.T, (128, 128)))
 
 
-def test_cost_counts_the_products_of_all_queries_with_all_keys(launches):
+def test_cost_counts_the_products_of_all_queries_with_all_keys(monkeypatch):
+    launches = []
+
+    def pallas_call(kernel, *, out_shape, **options):
+        launches.append(options)
+        return lambda *operands: jax.tree.map(jnp.zeros_like, out_shape)
+
+    monkeypatch.setattr(pl, "pallas_call", pallas_call)
     case = StepCase(257, 700, group=4, head_dim=100, kv_heads=2)
-    traced(case, SIMULATED_TPU)
+    program = functools.partial(run, SIMULATED_TPU, case.scale, case.sizes)
+    jax.eval_shape(program, case.abstract(jnp.float32))
     scores = 2 * 8 * 257 * 700
     costs = {launch["name"]: launch["cost_estimate"] for launch in launches}
     flops = {name: cost.flops for name, cost in costs.items()}
