@@ -76,7 +76,7 @@ def _kernel(
 
     def consume(wg: jax.Array) -> None:
         queries = program.queries(operands, wg)
-        rows, (batch, head) = queries.rows, program[:2]
+        batch, head, rows = program.batch, program.head, queries.rows
         lse, delta = (x.at[batch, head, rows] for x in operands.lse_delta)
         dq = dq_ref.at[batch, rows, head]
         consumer = Consumer(tile, smem, queries, lse, delta, dq)
@@ -196,14 +196,15 @@ class Consumer(NamedTuple):
 
     def _probabilities(self, s, j, lse) -> tuple[jax.Array, jax.Array]:
         """Returns `probabilities` of key tile j from s = Q Kᵀ [64, block_k]."""
-        (_, *bounds, full), block_k = self.queries, self.tile.block_k
+        queries, block_k = self.queries, self.tile.block_k
 
         def masked(x, fill):
             def of_partial(x):
-                loaded = (load(bound, WGMMA_ROW) for bound in bounds)  # [64] each
-                return mask(x, j * block_k, 1, loaded, fill)
+                bounds = queries.k_start, queries.k_end
+                bounds = (load(bound, WGMMA_ROW) for bound in bounds)  # [64] each
+                return mask(x, j * block_k, 1, bounds, fill)
 
-            is_full = (full[0] <= j) & (j < full[1])
+            is_full = (queries.full[0] <= j) & (j < queries.full[1])
             return lax.cond(is_full, lambda x: x, of_partial, x)
 
         return probabilities(self.tile, s, broadcast_cols(lse, block_k), masked)

@@ -94,7 +94,7 @@ def _kernel(
 
     def consume(wg: jax.Array) -> None:
         queries, carry = program.queries(operands, wg), None
-        rows, (batch, head) = queries.rows, program[:2]
+        batch, head, rows = program.batch, program.head, queries.rows
         if operands.carry:
             carry_out, carry_lse = operands.carry
             carry = carry_out.at[batch, rows, head], carry_lse.at[batch, head, rows]
@@ -176,9 +176,9 @@ class Consumer(NamedTuple):
         """Returns m [64], l [64] and acc [64, d] over the key tiles [begin, end)."""
         smem, ops, block_k = self.smem, self.tile.ops, self.tile.block_k
         q = smem.q.at[self.wg]  # [64, d]
-        _, *bounds, full = self.queries
-        bounds = [load(bound, WGMMA_ROW) for bound in bounds]  # [64] each
-        full = full[0], full[1]
+        queries = self.queries
+        bounds = [load(x, WGMMA_ROW) for x in (queries.k_start, queries.k_end)]  # [64]
+        full = queries.full[0], queries.full[1]
         m = constant((ROWS,), M_INIT, WGMMA_ROW)  # [64]
         l = constant((ROWS,), 0.0, WGMMA_ROW)  # [64]
 

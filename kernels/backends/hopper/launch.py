@@ -24,16 +24,13 @@ from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
 from . import forward as forward_kernel
-from .backward_tile import BackwardTile, KeyOperands
+from .backward_tile import MAX_COLUMNS, BackwardTile, KeyOperands
 from .emulation import EmulatedOps
 from .query_tile import Operands, QueryTile
 from .shared import BLOCK_Q, ROWS, NativeOps
 
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 """Types of operands that the kernels multiply."""
-
-FUSED = 64, 128
-"""Head sizes of which registers hold the accumulators of dq, dk and dv at once."""
 
 BLOCK_K = 128
 """Multiple of the keys of each backward tile, as BLOCK_Q is of its queries."""
@@ -223,7 +220,7 @@ class Launch(Kernels):
         d = _checked_head_size(q, self.interpret)
         constants = *exponent_factors(scores), self.ops
         query_tile = None
-        if d not in FUSED or self.is_deterministic:
+        if d > MAX_COLUMNS or self.is_deterministic:
             query_tile = QueryTile(*BACKWARD_DQ[d], *constants)
         key_tile = BackwardTile(d, BACKWARD[d], *constants)
         keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
