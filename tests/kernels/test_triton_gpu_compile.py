@@ -27,18 +27,11 @@ from tools.lib.compiled.pods import compile_for, gpu_devices
 KERNELS = "forward", "backward_dkv", "backward_dq"
 
 
-def step(
-    head_dim: int,
-    length: int = 1001,
-    group: int = 2,
-    kv_heads: int = 2,
-    bound_rows: int = 1,
-    has_carry: bool = True,
-) -> StepCase:
-    sizes = length, length, group, head_dim, kv_heads
-    return StepCase(
-        *sizes, batch=bound_rows, bound_rows=bound_rows, has_carry=has_carry
-    )
+def step(head_dim: int, length: int = 1001, bound_rows: int = 1, **sizes) -> StepCase:
+    """Returns a step with 2 query heads for each of 2 key/value heads, and a carry."""
+    rows = {"batch": bound_rows, "bound_rows": bound_rows}
+    sizes = {"group": 2, "kv_heads": 2, "has_carry": True} | sizes
+    return StepCase(length, length, head_dim=head_dim, **rows, **sizes)
 
 
 def resources(
