@@ -105,16 +105,19 @@ class BackwardTile(NamedTuple):
     def _add_partial(self) -> None:
         """Adds those of the live granules of each sub-block, masked."""
 
-        def add(rows: pl.Slice, keys: pl.Slice) -> None:
+        def add(rows: pl.Slice, begin: jax.Array) -> Callable[[int], None]:
             def mask(p: jax.Array) -> jax.Array:
                 k_start = self.queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
                 k_end = self.queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
                 key = lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
-                key = self.first_key + keys.start + key  # [keys, rows]
+                key = self.first_key + begin + key  # [keys, rows]
                 return jnp.where(in_interval(k_start, key, k_end), p, 0.0)
 
-            live = self.keys.at(keys, self.config.orientation)
-            _interleave([self._piece(live, rows, mask)], ahead=0)
+            def add_those(width: int) -> None:
+                live = self.keys.at(pl.ds(begin, width), self.config.orientation)
+                _interleave([self._piece(live, rows, mask)], ahead=0)
+
+            return add_those
 
         self.bounds.for_each(self.config.blocks, self.first_key, add)
 

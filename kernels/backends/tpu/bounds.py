@@ -265,12 +265,12 @@ class SubBlockBounds(NamedTuple):
         self,
         blocks: TpuBlocks,
         first_key: jax.Array,
-        attend: Callable[[pl.Slice, pl.Slice], None],
+        attend: Callable[[pl.Slice, jax.Array], Callable[[int], None]],
     ) -> None:
-        """Calls attend(rows, keys) for each sub-block and its live granules of a tile.
+        """Calls attend(rows, begin)(width) for each sub-block and its live granules.
 
-        These are the granules, of the keys from `first_key` on, that some of its rows
-        attend to.
+        These are the ones, of a tile's keys from `first_key` on, that some of its rows
+        attend to: `width` keys, of which `begin` is the first.
         """
         granule, block_k = blocks.live_columns, blocks.block_k
 
@@ -281,9 +281,9 @@ class SubBlockBounds(NamedTuple):
             end = whole(jnp.clip(k_end - first_key, 0, block_k) + granule - 1, granule)
             count, begin = end - begin, pl.multiple_of(begin * granule, granule)
             # Shapes are static: one branch for each number of live granules.
+            attend_to = attend(rows, begin)
             for live in range(1, block_k // granule + 1):
-                keys = pl.ds(begin, live * granule)
-                pl.when(count == live)(functools.partial(attend, rows, keys))
+                pl.when(count == live)(functools.partial(attend_to, live * granule))
 
         for_each_sub_block(blocks, step)
 

@@ -253,16 +253,19 @@ class QueryTile(NamedTuple):
         """Attends to the visible keys of a tile, in place."""
         tile_key, orientation = j * kv_refs[0].shape[0], self.config.orientation
 
-        def attend(rows: pl.Slice, keys: pl.Slice) -> None:
-            first_key = tile_key + keys.start
+        def attend(rows: pl.Slice, begin: jax.Array) -> Callable[[int], None]:
+            first_key = tile_key + begin
 
             def mask(s: jax.Array, c: int) -> jax.Array:
                 return self.bounds.mask(rows, first_key + c, s, orientation)
 
-            k, v = (x.at[keys, :] for x in kv_refs)  # [keys, D]
-            state = self.state.at(version, rows, orientation)
-            q = self.q[rows, :]  # [exact_rows, D]
-            exact_tile(q, k, v, state, mask, self.config)
+            def attend_to(width: int) -> None:
+                k, v = (x.at[pl.ds(begin, width), :] for x in kv_refs)  # [width, D]
+                state = self.state.at(version, rows, orientation)
+                q = self.q[rows, :]  # [exact_rows, D]
+                exact_tile(q, k, v, state, mask, self.config)
+
+            return attend_to
 
         self.sub_blocks.for_each(self.config.blocks, tile_key, attend)
 
