@@ -56,11 +56,6 @@ class StoredArray:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return self.size * self.dtype.itemsize
-
     def __getitem__(self, rows: slice) -> np.ndarray:
         """Reads these rows; raises OSError where they cannot be read."""
         begin, end, _ = rows.indices(self.shape[0])

@@ -59,7 +59,7 @@ class Summary(Counts):
     def __str__(self) -> str:
         lines, writer = [], self.writer
         for split, counts in writer.counts.items():
-            size = counts.tokens * writer.bytes_per_token / 1e6
+            size = counts.tokens * writer.dtype.itemsize / 1e6
             line = (
                 f"{split:<10} {counts.documents:>11,} documents "
                 f"{counts.tokens:>15,} tokens {size:>10,.1f} MB"

@@ -246,6 +246,7 @@ class Sources:
 class TokenFileWriter(PackedWriter):
     """Streams documents to a new corpus (see `PackedWriter`).
 
+    dtype: of the tokens on disk.
     has_loss_mask: whether documents come with a loss mask.
     has_weights: whether some of these are weights other than 0 and 1, to be set.
     supervised: tokens with a loss, by split; empty where all have.
@@ -270,11 +271,7 @@ class TokenFileWriter(PackedWriter):
         self.tokenizer = tokenizer
         self.sources: Sources | None = None
         self.chat_template: str | None = None
-        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self._dtype.itemsize
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -339,7 +336,7 @@ class TokenFileWriter(PackedWriter):
         lengths = np.array([tokens.size] if lengths is None else lengths)
         starts = counts.tokens + np.cumsum(lengths) - lengths
         self._streams["documents", split].write(starts.astype("<u8").tobytes())
-        self._streams["tokens", split].write(tokens.astype(self._dtype).tobytes())
+        self._streams["tokens", split].write(tokens.astype(self.dtype).tobytes())
         if weights is not None:
             kind = np.dtype("<f4" if self.has_weights else np.uint8)
             self._streams["loss", split].write(weights.astype(kind).tobytes())
@@ -369,7 +366,7 @@ class TokenFileWriter(PackedWriter):
             "tokenizer": {"name": self.tokenizer.name, "file": copy},
             "vocab_size": self.tokenizer.vocab_size,
             "end_of_document": self.tokenizer.end_of_document,
-            "dtype": self._dtype.name,
+            "dtype": self.dtype.name,
             "has_loss_mask": self._has_loss_mask,
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
             **more,
