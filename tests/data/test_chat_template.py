@@ -264,6 +264,19 @@ def test_blanks_beside_a_token_that_does_not_take_them_stay():
     assert document.tokens.tolist() == [*b"a ", 256, *b"  b ", 256, *b"  "]
 
 
+def test_no_token_lies_over_the_border_of_a_prompt(qwen):
+    source = "{% for m in messages %}{{ m.content }}"
+    source += "{{ '<|im_end|>' if m.role == 'assistant' }}{% endfor %}"
+    one = ChatTemplate("x", source, qwen)
+    (document,) = one.documents(talk(None, ("the ca", "t sat")))
+    prompt, reply = map(qwen.encode, ("the ca", "t sat"))
+    assert qwen.encode("the cat sat").size < prompt.size + reply.size
+    assert document.tokens.tolist() == [*prompt, *reply, one.end]
+    assert document.weights.tolist() == [False] * prompt.size + [True] * (
+        reply.size + 1
+    )
+
+
 def test_conversations_are_refused_in_a_line(qwen):
     refuses = (
         "{% if messages[0].content == 'no' %}{{ raise_exception('it\nsays no') }}"
