@@ -164,11 +164,7 @@ class PackedFormat:
             ) from error
 
     def open_array(
-        self,
-        path: Path,
-        dtype: Any,
-        shape: tuple[int, ...],
-        header: bytes = b"",
+        self, path: Path, dtype: Any, shape: tuple[int, ...], header: bytes = b""
     ) -> StoredArray:
         """Opens an array after checking that its file holds this and no more.
 

@@ -15,13 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
-from data.json_text import (
-    MOST_OF_ONE,
-    check_size,
-    is_unicode,
-    parse_json,
-    short,
-)
+from data.json_text import MOST_OF_ONE, check_size, is_unicode, parse_json, short
 from data.remote import is_bucket, open_binary
 from data.text.skipped import BadRow
 
@@ -211,7 +205,9 @@ def _lines[T: (str, bytes)](
 def _json(
     path: Path, columns: Collection[str], _: Span | None
 ) -> Iterator[tuple[str, Any]]:
-    if _first_letter(path) != b"[":
+    with open_bytes(path) as file:
+        begin = file.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not begin.startswith(b"["):
         yield from _json_lines(path, columns, None)
         return
     for number, row in enumerate(parse_json(_all(path))):
@@ -226,15 +222,6 @@ def _all(path: Path) -> bytearray:
             found += part
             check_size(len(found), str(path))
     return found
-
-
-def _first_letter(path: Path) -> bytes:
-    """Returns the first byte that is neither a space nor a mark of the byte order."""
-    with open_bytes(path) as file:
-        while part := file.read(1 << 12):
-            if found := part.removeprefix(b"\xef\xbb\xbf").lstrip():
-                return found[:1]
-    return b""
 
 
 def _separated(
