@@ -65,14 +65,6 @@ class ChatEncoder:
     def read(self, files: Sequence[InputFile]) -> Iterator[Row | BadRow]:
         return read_conversations(files)
 
-    def note(self, row: Row, counts: Counts) -> None:
-        # Answers that are alike add up.
-        counts.weighted += len(row.paths) > 1 or bool(row.paths[0].weights)
-        if names_special_tokens(row.text):
-            counts.markup.add(BadRow(row.where, SPECIAL))
-        if row.paths[0].system is not None and self._drops_system:
-            counts.unwritten.add(BadRow(row.where, "the system's words"))
-
     def encode(
         self, rows: Sequence[Row], counts: Counts | None = None
     ) -> list[list[Document] | BadRow]:
@@ -85,6 +77,12 @@ class ChatEncoder:
         return [self._encode(row, counts) for row in rows]
 
     def _encode(self, row: Row, counts: Counts) -> list[Document] | BadRow:
+        # Answers that are alike add up.
+        counts.weighted += len(row.paths) > 1 or bool(row.paths[0].weights)
+        if names_special_tokens(row.text):
+            counts.markup.add(BadRow(row.where, SPECIAL))
+        if row.paths[0].system is not None and self._drops_system:
+            counts.unwritten.add(BadRow(row.where, "the system's words"))
         try:
             paths = [self._parts(path) for path in row.paths]
         except ValueError as error:

@@ -18,14 +18,7 @@ import numpy as np
 
 from data.text.holdout import Holdout
 from data.text.input_files import Inputs, files_in, list_inputs
-from data.text.parts import (
-    Counts,
-    Encoded,
-    PartMaker,
-    Rows,
-    parts_beside,
-    read_encoded,
-)
+from data.text.parts import Counts, Encoded, PartMaker, Rows, parts_beside, read_encoded
 from data.text.prefix_tree import Document
 from data.text.row_files import InputFile, TextDocument, read_documents
 from data.text.skipped import BadRow, Skipped, check_markup, find_markup, printable
@@ -187,13 +180,12 @@ class _Texts:
     def read(self, files: Sequence[InputFile]) -> Iterator[TextDocument | BadRow]:
         return read_documents(files, self._text_field)
 
-    def note(self, row: TextDocument, counts: Counts) -> None:
-        if kind := find_markup(row.text):
-            counts.markup.add(BadRow(row.where, kind))
-
     def encode(
         self, rows: Sequence[TextDocument], counts: Counts
     ) -> list[list[Document]]:
+        for row in rows:
+            if kind := find_markup(row.text):
+                counts.markup.add(BadRow(row.where, kind))
         begin = np.array(self._tokenizer.begin_of_document, np.int32)
         end = np.array([self._tokenizer.end_of_document], np.int32)
         encoded = self._tokenizer.encode_all([row.text for row in rows])

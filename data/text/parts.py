@@ -54,13 +54,10 @@ class Rows[R](Protocol):
     def read(self, files: Sequence[InputFile]) -> Iterator[R | BadRow]:
         """Yields every row of the files."""
 
-    def note(self, row: R, counts: "Counts") -> None:
-        """Counts what the summary reports of a row."""
-
     def encode(
         self, rows: Sequence[R], counts: "Counts"
     ) -> Sequence[Sequence[Document] | BadRow]:
-        """Returns the documents of each row, or why it has none."""
+        """Returns the documents of each row, or why it has none; counts what it finds."""
 
 
 @dataclass(kw_only=True)
@@ -149,6 +146,13 @@ def open_part(path: Path) -> Part:
     return pickle.loads(path.read_bytes())
 
 
+def _is_finished(path: Path) -> bool:
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+        part = open_part(path)
+        return part.arrays.stat().st_size == part.bytes
+    return False
+
+
 def read_encoded(arrays: Path) -> Iterator[Encoded]:
     """Yields the documents of a part, some at a time."""
     with arrays.open("rb") as file:
@@ -188,21 +192,15 @@ class PartMaker:
         key = digest(self._identity | {"files": files, "states": [*unit.states]})
         return self.folder / f"{key}.part"
 
-    def find(self, unit: Unit) -> Part | None:
-        """Returns the part of a unit; None where it is not finished."""
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            part = open_part(self.path(unit))
-            if part.arrays.stat().st_size == part.bytes:
-                return part
-        return None
-
     def make(self, unit: Unit) -> Path:
-        """Makes the part of a unit; returns where it is.
+        """Makes the part of a unit, if it is not finished; returns where it is.
 
         Raises:
           OSError, ValueError: a file is damaged or changes, or a row stops it.
         """
         path = self.path(unit)
+        if _is_finished(path):
+            return path
         made = Part(path.with_suffix(".arrays"))
         new = path.with_suffix(f".{uuid.uuid4().hex}.new")
         try:
@@ -227,8 +225,6 @@ class PartMaker:
     def _documents(self, some: Sequence[Any], made: Part) -> list[tuple]:
         """Encodes rows; returns split code, mark and document of each document."""
         good = [*filter(_is_good, some)]
-        for row in good:
-            self.rows.note(row, made.counts)
         found, documents = iter(self.rows.encode(good, made.counts)), []
         for row in some:
             if not _is_good(row):

@@ -27,9 +27,7 @@ MOST_LOST = 3
 
 
 def make_parts(
-    maker: PartMaker,
-    files: Sequence[InputFile],
-    workers: int | str | None = None,
+    maker: PartMaker, files: Sequence[InputFile], workers: int | str | None = None
 ) -> Iterator[Part]:
     """Yields the parts of the files, in their order, made by several processes.
 
@@ -56,7 +54,8 @@ def make_parts(
         bar.set_description("1 process" if count == 1 else f"{count} processes")
         # A long file at the front holds up no worker.
         most = 16 * count if count > 1 else 1
-        for unit, part in _in_order(maker, units_of(files), start, most):
+        for unit, path in _in_order(units_of(files), start, most):
+            part = open_part(path)
             tokens += part.tokens
             bar.update(unit.bytes)
             seconds = bar.format_dict["elapsed"] or 1
@@ -65,14 +64,12 @@ def make_parts(
 
 
 def _in_order(
-    maker: PartMaker, found: Iterator[Unit], start: Start, most: int
-) -> Iterator[tuple[Unit, Part]]:
+    found: Iterator[Unit], start: Start, most: int
+) -> Iterator[tuple[Unit, Path]]:
     """Yields units with their parts. most: units that are begun, or wait."""
-    waiting: deque[tuple[Unit, Callable[[], Part]]] = deque()
+    waiting: deque[tuple[Unit, Callable[[], Path]]] = deque()
     for unit in found:
-        part = maker.find(unit)
-        made = start(unit) if part is None else None
-        waiting.append((unit, lambda p=part, made=made: p or open_part(made())))
+        waiting.append((unit, start(unit)))
         if len(waiting) == most:
             unit, wait = waiting.popleft()
             yield unit, wait()
