@@ -57,7 +57,7 @@ class Rows[R](Protocol):
     def encode(
         self, rows: Sequence[R], counts: "Counts"
     ) -> Sequence[Sequence[Document] | BadRow]:
-        """Returns the documents of each row, or why it has none; counts what it finds."""
+        """Returns the documents of each row, or why it has none, and counts."""
 
 
 @dataclass(kw_only=True)
