@@ -125,6 +125,16 @@ def test_supervised_tokens_are_those_of_all_replies_and_their_ends(tmp_path):
     assert summary.writer.supervised.total() == sum(wanted)
 
 
+def test_answers_that_are_alike_count_twice(tmp_path):
+    group = {"prompt": "Q", "completions": ["yes", "yes"]}
+    source = write(tmp_path / "in.json", [group])
+    summary = prepare_chats([source], tmp_path / "out", encoder())
+    assert not summary.divided.counts  # they are one tree
+    found = TokenFile.open(tmp_path / "out", "train")
+    weights = found.weights(np.arange(found.tokens.size))
+    assert weights.tolist() == [0] * (found.tokens.size - 5) + [2] * 5
+
+
 def test_parts_of_a_conversation_stay_on_one_side(tmp_path):
     source = write(tmp_path / "in.json", rows(60))
     parts = encoder(250, "split")
