@@ -113,21 +113,3 @@ def test_gradients_of_empty_rows_are_zero(first, second):
         assert np.isfinite(do).all()
         assert (d_lse.item() == 0) == np.isneginf(lse.item())
         assert not np.isnan(d_lse)
-
-
-def test_partials_of_devices_merge_as_those_of_one_after_the_other(rng):
-    """On eight devices, of which some have no visible keys, in some rows or in all."""
-    out = rng.standard_normal((8, 2, 3, 4, 5)).astype(np.float32)
-    lse = 30 * rng.standard_normal((8, 2, 4, 3)).astype(np.float32)
-    is_empty = rng.random(lse.shape) < 0.5
-    is_empty[:, 0, 0, 0] = True  # on no device
-    is_empty[:3] = True
-    lse[is_empty] = -np.inf
-    out[np.swapaxes(is_empty, 2, 3)] = 0
-    merged = jax.vmap(
-        functools.partial(module.merge_over, "ring"), axis_name="ring", out_axes=None
-    )((out, lse))
-    want = functools.reduce(merge, zip(out, lse, strict=True))
-    for got, expected in zip(merged, want, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-    assert np.isneginf(merged[1][0, 0, 0]) and (merged[0][0, 0, 0] == 0).all()

@@ -15,7 +15,6 @@ from kernels.backends import reference
 from kernels.backends.steps import PlainForward
 from kernels.one_device import attention
 from kernels.ring import routes
-from kernels.ring.comm import Ring
 from kernels.ring.routes import (
     AllShards,
     Counted,
@@ -141,25 +140,6 @@ def layout_bounds(layout_name: str, ring_size: int, length: int, mask: masks.Mas
     return mask(index, length)
 
 
-@pytest.mark.parametrize("ring_size", [4, 8, 64])
-@pytest.mark.parametrize(
-    "layout_name, window, shards", [("contiguous", 1024, 1), ("zigzag", 1024, 2)]
-)
-def test_a_window_sends_its_slots_to_the_neighbours_alone(
-    layout_name, ring_size, window, shards
-):
-    """Each neighbour's last slots, in whole tiles: 1023 of 1024, and nothing else."""
-    slots = 4096
-    layout, mask = LAYOUTS[layout_name], masks.window(window)
-    visible = layout_bounds(layout_name, ring_size, ring_size * slots, mask)
-    route = routes.route_within(visible, layout, ring_size, counts=False)
-    assert route is not None
-    schedule = route.schedule(ring_size, 1, slots)
-    loads = link_loads(schedule)
-    assert len(loads) == shards * ring_size  # one neighbour, or one on each side
-    assert set(loads.values()) == {1024}
-
-
 @pytest.mark.parametrize("length", [1, 57, 128, 254, 256])
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped4"])
 def test_reads_of_tiles_hold_those_of_rows(layout_name, length, monkeypatch):
@@ -176,37 +156,6 @@ def test_reads_of_tiles_hold_those_of_rows(layout_name, length, monkeypatch):
             assert tiles[offset][0] <= begin < end <= tiles[offset][1]
         if layout_name != "striped4" and length >= 128 * ring_size:
             assert tiles == every  # whole tiles
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "tokens", [4, 48, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 64))]
-)
-@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
-def test_packed_documents_take_the_steps_that_the_longest_spans(layout_name, tokens):
-    """Of up to 64 Ki tokens in a row of 1 Mi on 64 devices, at uneven places."""
-    ring_size, length = 64, 1 << 20
-    starts = np.unique(np.append(0, np.arange(7777, length, tokens << 10)))
-    ids = np.repeat(np.arange(len(starts)), np.diff(starts, append=length))
-    layout = LAYOUTS[layout_name]
-    visible = layout_bounds(layout_name, ring_size, length, masks.documents(ids))
-    both_ways = layout_name == "zigzag"
-    route = Counted(both_ways)
-    ring = Ring("ring", ring_size, layout, 1.0, reference, route=route)
-    shards = masks.Visible(
-        *(jnp.asarray(bound).reshape(ring_size, 1, -1) for bound in visible)
-    )
-    slots = length // ring_size
-
-    def count(k_start, k_end):
-        return ring.count(masks.Visible(k_start, k_end), slots)
-
-    found = np.asarray(jax.vmap(count, axis_name="ring")(*shards))
-    chunk = slots // 2 if both_ways else slots
-    spans = np.append(starts[1:], length) - 1
-    longest = int((spans // chunk - starts // chunk).max())
-    assert (found == longest).all()
-    assert longest == -(-tokens // (chunk >> 10))
 
 
 @pytest.mark.thorough
