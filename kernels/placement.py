@@ -40,10 +40,7 @@ def placed(mesh: Mesh, specs: Any, operands: Any) -> Any:
         sharding = NamedSharding(mesh, PartitionSpec(*map(of_dimension, spec)))
         return jax.tree.map(lambda x: jax.reshard(x, sharding), tree)
 
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec)
-
-    return jax.tree.map(place, specs, operands, is_leaf=is_spec)
+    return jax.tree.map(place, specs, operands)
 
 
 def varying_alike(*operands: jax.Array | None) -> list[Any]:
