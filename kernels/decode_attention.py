@@ -30,6 +30,7 @@ from .precision import Scores, accumulator_type
 
 MOST_TOKENS = np.iinfo(np.int32).max
 """Index of free slots, so that no query sees them: bounds are clipped to it."""
+REPLICATED = PartitionSpec()
 FEWEST_SLOTS = 128
 """Slots of a device that are always read: fewer would save nothing."""
 FEW_TOKENS = 8
@@ -85,9 +86,9 @@ class CachedAttention:
             start = layer, *(0,) * (stack.ndim - 1)
             return lax.dynamic_update_slice(stack, new[None], start)
 
-        sharded, rest = self._stack(stack), PartitionSpec()
-        specs = sharded, PartitionSpec(*sharded[1:]), rest
-        return over_mesh(local, self.mesh, specs, sharded)(stack, new, layer)
+        sharded, shards = self._specs(stack, self._axes.ring)
+        call = over_mesh(local, self.mesh, (sharded, shards, REPLICATED), sharded)
+        return call(stack, new, layer)
 
     def put(
         self,
@@ -118,9 +119,8 @@ class CachedAttention:
             new = jnp.where(mine, new[None], old)
             return lax.dynamic_update_slice(stack, new, start)
 
-        sharded, rest = self._stack(stack), PartitionSpec()
-        specs = sharded, self._whole(stack), rest, rest, rest
-        call = over_mesh(local, self.mesh, specs, sharded)
+        specs = *self._specs(stack), *(REPLICATED,) * 3
+        call = over_mesh(local, self.mesh, specs, specs[0])
         return call(stack, new, layer, member, slot)
 
     def attend(
@@ -168,11 +168,11 @@ class CachedAttention:
             out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
             return out.astype(q.dtype)
 
-        stack, queries = self._stack(keys), self._whole(keys)
+        stack, queries = self._specs(keys)
         rows = PartitionSpec(None, self._axes.batch if len(bounds[0][0]) > 1 else None)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
-        specs = queries, stack, stack, slots, rows, PartitionSpec(), heads
+        specs = queries, stack, stack, slots, rows, REPLICATED, heads
         call = over_mesh(local, self.mesh, specs, queries)
         return call(q, keys, values, index, bounds, layer, sinks)
 
@@ -182,17 +182,16 @@ class CachedAttention:
             self.mesh, self.ring_axes, self.batch_axes, self.head_axis
         )
 
-    def _heads(self, rank: int) -> tuple[str | None, ...]:
-        return (self._axes.heads, None)[: rank - 3]
+    def _specs(
+        self, stack: jax.Array, tokens: tuple[str, ...] | None = None
+    ) -> tuple[PartitionSpec, PartitionSpec]:
+        """Returns the specs of a stack (Y, B, S) or (Y, B, S, K, D), and of new tokens.
 
-    def _stack(self, stack: jax.Array) -> PartitionSpec:
-        """Returns the spec of a stack (Y, B, S) or (Y, B, S, K, D)."""
-        heads = self._heads(stack.ndim)
-        return PartitionSpec(None, self._axes.batch, self._axes.ring, *heads)
-
-    def _whole(self, stack: jax.Array) -> PartitionSpec:
-        """Returns the spec of new tokens for it, replicated over the ring."""
-        return PartitionSpec(self._axes.batch, None, *self._heads(stack.ndim))
+        tokens: axes that these are sharded over; None: they are replicated.
+        """
+        batch, heads = self._axes.batch, (self._axes.heads, None)[: stack.ndim - 3]
+        sharded = PartitionSpec(None, batch, self._axes.ring, *heads)
+        return sharded, PartitionSpec(batch, tokens, *heads)
 
 
 def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:
