@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,12 @@ def sharded_ring(
         out_specs=tuple(specs[axis] for axis in RESULTS),
         check_vma=False,
     )
+
+
+@functools.cache  # so that equal rings are compiled once
+def ring_with(**options: Any) -> Make:
+    """Returns `sharded_ring` with these options."""
+    return functools.partial(sharded_ring, **options)
 
 
 @dataclass(frozen=True)

@@ -296,13 +296,6 @@ def test_small_scales_cost_no_digits(name, dtype, scale, rng):
         assert error <= DIGITS[dtype], (field, error)
 
 
-def test_named_implementations_are_those():
-    for name in BACKENDS:
-        module = backend.IMPLEMENTATIONS[name]
-        assert backend.choose(name, jnp.float32) is module
-        assert backend.choose(module, jnp.float32) is module
-
-
 @pytest.mark.parametrize("kind, dtype, name", table("kernels.txt", "best", jnp=jnp))
 def test_best_implementation_suits_the_device_and_the_type(
     kind, dtype, name, monkeypatch

@@ -28,19 +28,13 @@ from tests.cases.attention import (
     solve,
 )
 from tests.rings import (
-    Make,
     assert_as_on_one_device,
     one_device_ring,
+    ring_with,
     sharded_ring,
     solve_on_ring,
 )
 from tests.simulated import BACKENDS, LONG
-
-
-@functools.cache  # so that equal rings are compiled once
-def ring_of(keep_tail: bool) -> Make:
-    return functools.partial(sharded_ring, keep_tail=keep_tail)
-
 
 GPU_KERNELS = {
     "triton": (
@@ -107,7 +101,7 @@ def test_ring_in_float32_matches_one_device_in_float64(
     case, implementation, keep_tail, rng
 ):
     backend = BACKENDS[implementation]
-    assert_as_on_one_device(rng, case, backend, make=ring_of(keep_tail))
+    assert_as_on_one_device(rng, case, backend, make=ring_with(keep_tail=keep_tail))
 
 
 @pytest.mark.thorough

@@ -26,12 +26,7 @@ from kernels.ring.routes import (
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import COVERING, LAYOUTS, Case
-from tests.rings import (
-    Make,
-    assert_as_on_one_device,
-    ring_mesh,
-    sharded_ring,
-)
+from tests.rings import assert_as_on_one_device, ring_mesh, ring_with
 
 COUNTED = Counted()
 COUNTED_BOTH_WAYS = Counted(both_ways=True)
@@ -66,11 +61,6 @@ def routes_of(case: Case) -> dict[str, Route]:
     }
 
 
-@functools.cache  # so that equal rings are compiled once
-def ring_of(route: Route) -> Make:
-    return functools.partial(sharded_ring, route=route)
-
-
 QUICK = table("kernels.txt", "route", Case=Case)
 NARROW = Case(2, "zigzag", "causal", 4, 256, 64)
 
@@ -94,7 +84,7 @@ def each_case():
 @pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, name, dtype", list(each_case()))
 def test_every_route_matches_one_device(case, name, dtype, rng):
-    make = ring_of(routes_of(case)[name])
+    make = ring_with(route=routes_of(case)[name])
     assert_as_on_one_device(rng, case, reference, dtype, make)
 
 

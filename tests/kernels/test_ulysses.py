@@ -1,7 +1,6 @@
 """Tests Ulysses beneath the production ring against one device in float64."""
 
 import dataclasses
-import functools
 import itertools
 import re
 from collections import Counter
@@ -19,7 +18,7 @@ from kernels.ring.ulysses import Heads, share_heads
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import COVERING, Case
-from tests.rings import Make, assert_as_on_one_device, ring_mesh, sharded_ring
+from tests.rings import assert_as_on_one_device, ring_mesh, ring_with
 from tests.simulated import BACKENDS
 from tools.lib.compiled.hlo import TRANSFER, Program
 from tools.lib.compiled.pods import compile_for, gpu_devices, tpu_devices
@@ -56,15 +55,10 @@ def cases():
     yield from (pytest.param(*each, marks=pytest.mark.slow) for each in slow)
 
 
-@functools.cache  # so that equal rings are compiled once
-def rings_over(devices: int) -> Make:
-    return functools.partial(sharded_ring, slices=devices)
-
-
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("devices, case, name, dtype", list(cases()))
 def test_heads_over_devices_match_one_device(devices, case, name, dtype, rng):
-    make = rings_over(devices)
+    make = ring_with(slices=devices)
     assert_as_on_one_device(rng, case, BACKENDS[name], dtype, make, devices)
 
 

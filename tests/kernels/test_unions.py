@@ -1,7 +1,5 @@
 """Rings of queries that attend to several intervals of keys, against float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import LAYOUTS, Case
 from tests.cases.unions import UNIONS
-from tests.rings import assert_as_on_one_device, ring_mesh, sharded_ring
+from tests.rings import assert_as_on_one_device, ring_mesh, ring_with, sharded_ring
 from tests.simulated import BACKENDS
 
 SHORT = {"group": 2, "head_dim": 16, "heads": 4}
@@ -53,7 +51,7 @@ def cases():
 def test_ring_of_intervals_matches_one_device_in_float64(
     case, implementation, dtype, options, rng
 ):
-    make, slices = functools.partial(sharded_ring, **options), options.get("slices", 1)
+    make, slices = ring_with(**options), options.get("slices", 1)
     assert_as_on_one_device(rng, case, BACKENDS[implementation], dtype, make, slices)
 
 
