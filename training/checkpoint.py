@@ -40,14 +40,8 @@ class Checkpoints:
     Every process of the run makes one and calls the same methods at the same steps.
     Close it, or use it as a context manager: the last save may still be running.
 
-    - Save: only a finite state is saved. A step is written under a temporary name and
-      renamed; only then are older steps deleted.
-    - Failed save, as on a full disk: logged, and the run continues. A second failure in
-      a row, or a failure of the last save, raises OSError.
-    - Damaged step, found at a restore: moved to the directory `damaged`.
-    - Unreadable step: read again several times, then OSError; it stays where it is.
-
-    Only rotation deletes a step.
+    A step is written under a temporary name and renamed; only then are older steps
+    deleted, and nothing else deletes any.
 
     record: JSON values of the run, saved with every step from then on.
     """

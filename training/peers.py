@@ -21,7 +21,6 @@ LEAVE_SECONDS = 10
 LOSS = re.compile("Gloo|NCCL|UNAVAILABLE|heartbeat|coordination service")
 """Pattern of errors that come of the loss of another process."""
 
-
 _HANDLERS: list[Any] = []
 """Functions that C has been given, which must live as long as the process."""
 

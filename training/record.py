@@ -31,14 +31,6 @@ REMOVED = {
 }
 """Settings that only older programs had, with the values that all runs have now."""
 
-_PLAIN = {
-    "optimizer.name": "adamw",
-    "optimizer.moments": "float32",
-    "optimizer.parameters": "float32",
-    "optimizer.placement": "device",
-}
-"""Settings that say what arrays a state has; of older programs, these values."""
-
 
 def continued(
     saved: Mapping[int, Mapping[str, Any]],
@@ -57,8 +49,8 @@ def continued(
       say: logs a line.
 
     Raises:
-      ValueError: checkpoints are of several runs or of another optimizer, a setting has
-        changed that must not, or `may_change` names no setting.
+      ValueError: checkpoints are of several runs, a setting has changed that must not,
+        or `may_change` names no setting.
     """
     _check_names(may_change, settings)
     runs = {step: record[RUN] for step, record in saved.items() if record}
@@ -87,15 +79,8 @@ def _compare(
     may_change: Collection[str],
     say: Callable[[str], None],
 ) -> None:
-    """Logs every change; refuses those of the optimizer, and of what a step reads."""
+    """Logs every change; refuses those of what a step reads."""
     saved = {name: value for name, value in saved.items() if not is_old(name, value)}
-    before, now = _optimizer(saved), _optimizer(settings)
-    if before != now:
-        raise ValueError(
-            f"step {step} holds the state of the optimizer {before}, and this run has "
-            f"{now}: set config.optimizer back, or use another workdir, where "
-            "config.init_from may take the parameters of this one"
-        )
     changes = differences(saved, settings, may_differ=["may_change"])
     refused = {
         name: change
@@ -119,16 +104,6 @@ def _compare(
 def is_old(name: str, value: Any) -> bool:
     """Returns whether a setting is one of REMOVED that changes nothing."""
     return name in REMOVED and value == REMOVED[name]
-
-
-def _optimizer(settings: Mapping[str, Any]) -> str:
-    """Returns what tells an optimizer's states from those of others, in words."""
-    said = [(name, settings.get(name, plain)) for name, plain in _PLAIN.items()]
-    *kind, (_, place) = said
-    if kind != list(_PLAIN.items())[:-1]:
-        place = "any"  # only plain AdamW has another state where it goes by layers
-    rest = ", ".join(f"{name.split('.')[1]} {value}" for name, value in kind[1:])
-    return f"{kind[0][1]} ({rest}{', on the host' * (place == 'host')})"
 
 
 def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

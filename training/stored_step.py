@@ -116,8 +116,9 @@ class StoredStep:
             more = len(found) - len(first)
             rest = f"\n  and {more} more" if more else ""
             raise ValueError(
-                f"{self} does not fit the train state; use another workdir, or the"
-                f" model and optimizer it was saved with:\n  {listed(first)}{rest}"
+                f"{self} does not fit the train state; use another workdir, where "
+                "config.init_from may take its parameters, or the model and optimizer "
+                f"it was saved with:\n  {listed(first)}{rest}"
             )
 
     def read(self, abstract: Any, meta: Mapping[str, Any]) -> Any:

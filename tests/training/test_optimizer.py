@@ -143,6 +143,11 @@ def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(kind, tmp_pat
     with Checkpoints(tmp_path, keep=1, fingerprint={}) as saved:
         saved.save(3, state)
         restored, _ = saved.restore(like)
+        other = "muon" if kind == "adamw" else "adamw"
+        with pytest.raises(
+            ValueError, match="does not fit the train state; .* optimiz"
+        ):
+            saved.restore(programs(other)[1])
     assert in_shards(restored) == in_shards(like)
     resumed, _ = run(kind, restored, range(3, 6))
     assert_equal_bits(resumed, whole)

@@ -1,4 +1,4 @@
-"""Refused: another optimizer's checkpoints, other processes' settings, a locked run."""
+"""Refused: settings that must not change, other processes' settings, a locked run."""
 
 import errno
 import fcntl
@@ -19,7 +19,6 @@ import pytest
 from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
 from tasks.text import TextRun
-from tests.cases import table
 from tests.processes import Processes, free_port
 from tests.small.runs import small_config
 from training import record, workdir
@@ -27,20 +26,6 @@ from training.digest import digests
 from training.feed import place
 from training.weights import save_parameters
 from training.workdir import LOCK, locked, make_writable, replace_text
-
-
-@pytest.mark.parametrize("before, now, said", table("runs.txt", "optimizer"))
-def test_a_checkpoint_of_another_optimizer_is_refused_by_name(before, now, said):
-    before, now = ({f"optimizer.{k}": x[k] for k in x} for x in (before, now))
-    for settings in record._PLAIN | before, before:
-        saved, message = {7: {record.RUN: "a", record.SETTINGS: settings}}, ""
-        try:
-            record.continued(saved, record._PLAIN | now, (), lambda line: None)
-        except ValueError as error:
-            message = str(error)
-        assert said in message
-        assert bool(said) == message.startswith("step 7 holds the state of the opt")
-        assert "\n" not in message
 
 
 def test_a_setting_that_went_is_no_change_where_it_changed_nothing():
