@@ -1,7 +1,7 @@
 """The loop: what is done after which step, where it stops, and for which steps."""
 
-import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -37,16 +37,15 @@ EVERY = 2, 3, 4
 """Steps between lines, validations and saves."""
 
 
-class Stop(contextlib.nullcontext):
+class Stop:
     """A notice that arrives at a call of `requested`; None for never."""
 
-    def __init__(self, call: int | None = None):
-        super().__init__(self)
-        self.calls, self.call = 0, call
+    def __init__(self, call: int | None):
+        self.left = math.inf if call is None else call
 
     def requested(self) -> bool:
-        self.calls += 1
-        return self.call is not None and self.calls >= self.call
+        self.left -= 1
+        return self.left <= 0
 
 
 class Kept:
