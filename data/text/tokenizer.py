@@ -361,8 +361,7 @@ def open_tokenizer(spec: str) -> Tokenizer:
 
 
 _UNFINISHED = "\ufffd"
-_CONTEXT = 8
-"""Number of tokens before the new ones that decide on the space between them."""
+_CONTEXT = 8  # tokens before the new ones that decide on the space between them
 
 
 class TextStream:
@@ -387,8 +386,7 @@ class TextStream:
         new = finished[self._shown :]
         self._shown = max(self._shown, len(finished))
         if finished == text:
-            # The tokens that were new last are the context of the next ones.
-            self._ids = self._ids[self._known :] or self._ids
+            self._ids = self._ids[self._known :] or self._ids  # context of the next
             self._known = len(self._ids)
             self._shown = len(self._decode(self._ids))
         return new

@@ -55,6 +55,9 @@ from ..merge import added, merge
 from ..precision import product
 from .comm import Chunks, Pair, Pairs, Ring, join
 
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+"""Of the local q, k and v."""
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
@@ -202,9 +205,7 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     return join(out, 2), join(lse, 1)
 
 
-def backward(
-    ring: Ring, rows: Rows, kv: Pair, visible: Visible
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(ring: Ring, rows: Rows, kv: Pair, visible: Visible) -> Gradients:
     """Computes the gradients of the local queries, and of the local keys and values.
 
     Returns:
@@ -247,9 +248,8 @@ def backward(
         return arriving, dq, apart | {i: added(apart.get(i), new[i]) for i in new}
 
     def around() -> tuple[list, Pairs]:
-        _, dq, dkv = chunks.run(step, (own, zeros, visiting), count)
-        _, dq, dkv = step(last + 1, last + 1, own, dq, dkv)
-        return dq, dkv
+        _, *sums = chunks.run(step, (own, zeros, visiting), count)
+        return step(last + 1, last + 1, own, *sums)[1:]
 
     def alone() -> tuple[list, Pairs]:
         mine = {i: one for i, one in steps.items() if not chunks[i].first}
@@ -257,12 +257,10 @@ def backward(
         dq, dkv = gradients(chunks.at(whole, 0, 0), own, (zeros, {}))
         return dq, dkv | visiting
 
-    if last == 0:
-        dq, dkv = alone()
-    elif count is None:
-        dq, dkv = around()
-    else:
+    if last and count is not None:
         dq, dkv = lax.cond(count > 0, around, alone)
+    else:
+        dq, dkv = around() if last else alone()
     dq = [of_group[g].finish(x) for g, x in enumerate(dq)]
     found = join(dq, 2), *_joined(chunks, dkv)
     dq, dk, dv = found if len(groups) == 1 else map(ring.heads_first, found)
