@@ -6,7 +6,12 @@ OFFLOADS = tuple(
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
-
+GATHERS = {
+    "TPU v4": "xla_enable_async_all_gather",
+    "TPU v5e": "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call",
+}
+"""Options for chips without SparseCores: gathers are asynchronous on a v4, and carried
+by products as they are on a v5e, by Pallas kernels too with this."""
 
 PERMUTED = "TPU v4", "TPU v5e"
 """Chips whose scatters are waited for, and beside whose products permutes run."""
@@ -27,8 +32,8 @@ def parameter_options(chip: Chip | None) -> dict[str, str]:
     """Returns XLA's options for `jax.jit(step, compiler_options=...)`.
 
     SparseCores run all collectives, those of gradients too, beside everything. Without
-    them gathers are asynchronous on a v4, or on a v5e carried by products as they are,
-    but every scatter is waited for, unless it is permutes (`permutes_hide`).
+    them gathers run beside products (`GATHERS`), but every scatter is waited for,
+    unless it is permutes (`permutes_hide`).
 
     Collectives are not pipelined from layer to layer (ici_ag_pipelining,
     ici_rs_pipelining): a layer is then taken out of the loop, some of its ring
@@ -38,6 +43,6 @@ def parameter_options(chip: Chip | None) -> dict[str, str]:
     names: tuple[str, ...] = ()
     if chip is not None and chip.sparse_cores:
         names = OFFLOADS
-    elif chip is not None and chip.name == "TPU v4":
-        names = ("xla_enable_async_all_gather",)
+    elif chip is not None and chip.name in GATHERS:
+        names = (GATHERS[chip.name],)
     return dict.fromkeys(names, "true")

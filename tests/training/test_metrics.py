@@ -19,7 +19,7 @@ from tests.small.runs import read_scalars
 from training import sinks
 from training.goodput import KINDS, Goodput
 from training.metrics import StepWork, Throughput
-from training.overlap import OFFLOADS, parameter_options
+from training.overlap import GATHERS, OFFLOADS, parameter_options
 from training.report import console_line
 from training.sinks import TensorBoardWriter, run_directory
 
@@ -287,10 +287,11 @@ def test_options_are_those_that_the_chip_can_follow():
     """Collectives of parameters run beside the compute, where they can."""
     offload = "TPU v5p", "TPU v6e", "TPU7x"
     wanted = dict.fromkeys(offload, dict.fromkeys(OFFLOADS, "true"))
-    wanted["TPU v4"] = {"xla_enable_async_all_gather": "true"}
+    wanted |= {chip: {option: "true"} for chip, option in GATHERS.items()}
     found = {chip.name: parameter_options(chip) for chip in CHIPS}
     assert {name: options for name, options in found.items() if options} == wanted
     assert parameter_options(None) == {} and len(OFFLOADS) == 3
+    assert GATHERS.keys() == {"TPU v4", "TPU v5e"}
 
 
 @pytest.mark.parametrize("kind, version, cores, hertz", table("runs.txt", "chip"))
