@@ -205,9 +205,7 @@ def _lines[T: (str, bytes)](
 def _json(
     path: Path, columns: Collection[str], _: Span | None
 ) -> Iterator[tuple[str, Any]]:
-    with open_bytes(path) as file:
-        begin = file.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not begin.startswith(b"["):
+    if _first_letter(path) != b"[":
         yield from _json_lines(path, columns, None)
         return
     for number, row in enumerate(parse_json(_all(path))):
@@ -222,6 +220,15 @@ def _all(path: Path) -> bytearray:
             found += part
             check_size(len(found), str(path))
     return found
+
+
+def _first_letter(path: Path) -> bytes:
+    """Returns the first byte that is neither a space nor a mark of the byte order."""
+    with open_bytes(path) as file:
+        while part := file.read(1 << 12):
+            if found := part.removeprefix(b"\xef\xbb\xbf").lstrip():
+                return found[:1]
+    return b""
 
 
 def _separated(
