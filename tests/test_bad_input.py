@@ -136,14 +136,14 @@ def changes(said: list[str]) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("before", "now", "told", "parts"), table("runs.txt", "changes")
+    ("before", "now", "reported", "parts"), table("runs.txt", "changes")
 )
-def test_what_changes_is_told_and_which_data_are_read_is_refused_unless_allowed(
-    corpus, tmp_path, before, now, told, parts
+def test_what_changes_is_reported_and_which_data_are_read_is_refused_unless_allowed(
+    corpus, tmp_path, before, now, reported, parts
 ):
     save(corpus, tmp_path, **before)
     said, error = start(corpus, tmp_path, **now)
-    assert changes(said) == told
+    assert changes(said) == reported
     assert all(part in error for part in parts.split(" | ")), error
     assert "\n" not in error or parts == TAKEN
 

@@ -95,7 +95,7 @@ def pack(
 
 
 def _taken(buffer: Buffer, most: int) -> list[Path]:
-    """Returns the first files of a buffer, up to so many steps, but one at least.
+    """Returns the first files of a buffer, of at most `most` steps, but at least one.
 
     By the names of the files, so that none is read in vain.
     """

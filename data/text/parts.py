@@ -114,7 +114,7 @@ class Encoded(NamedTuple):
 class Part:
     """What was made of a unit.
 
-    arrays: file of its documents, of so many bytes.
+    arrays, bytes: the file of its documents, and its size.
     marks, characters: uint64 and int64 (n,), of the rows that could be read and whose
       split no file says, for `Holdout`; lists as long as it is made.
     tokens: of all documents. errors: the first bad rows.

@@ -87,7 +87,7 @@ DQ_TILE = 256 * 128 * 4
 
 
 def is_resident(capacity: int) -> bool | None:
-    """Whether dq stays in a vector memory of so many bytes; None: nothing fits."""
+    """Whether dq stays in a vector memory of that size; None: nothing fits."""
     step = HEAD.abstract(jnp.float32)
     try:
         chip = with_vmem(capacity).chip
