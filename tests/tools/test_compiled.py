@@ -267,14 +267,19 @@ FAST = dataclasses.replace(CHIP, hbm_bytes_per_second=1e9)
 
 
 def roofline(
-    body: str, others: str = "", chip=CHIP, rate: float = math.inf, **elsewhere: float
+    body: str,
+    others: str = "",
+    chip=CHIP,
+    rate: float = math.inf,
+    links: dict | None = None,
+    **elsewhere: float,
 ) -> Roofline:
     """Times of a program with this entry, or of others alone, which have one."""
     text = f"HloModule m, is_scheduled=true\n{others}"
     if body:
         lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
         text += f"\nENTRY %main () -> f32[] {{\n{lines}}}"
-    return Roofline(Program.parse(text, 4), chip, elsewhere, rate)
+    return Roofline(Program.parse(text, 4), chip, elsewhere, rate, links)
 
 
 def total(body: str, others: str = "", chip=CHIP, **elsewhere: float) -> Work:
@@ -328,6 +333,25 @@ def test_kernels_and_collectives_are_timed_elsewhere_and_stand_beside_others():
     assert found.total.products == pytest.approx(seconds)
     assert found.total.elementwise == 0
     assert found.beside == {"done": pytest.approx(seconds + 3)}
+
+
+QUEUED = """%x = bf16[40,50]{1,0} parameter(0)
+    %a = (bf16[40,50]{1,0}, bf16[160,50]{1,0}) all-gather-start(%x), dimensions={0}
+    %b = (bf16[40,50]{1,0}, bf16[160,50]{1,0}) all-gather-start(%x), dimensions={0}
+    %flash_forward.1 = bf16[40,50]{1,0} custom-call(%x), \
+custom_call_target="tpu_custom_call"
+    %first = bf16[160,50]{1,0} all-gather-done(%a)
+    ROOT %second = bf16[160,50]{1,0} all-gather-done(%b)"""
+
+
+@pytest.mark.parametrize(
+    ("links", "beside"), [((0, 0), (3, 3)), ((1, 2), (3, 2)), ((4, 2), (3, 0))], ids=str
+)
+def test_transfers_go_one_after_another(links, beside):
+    """Of the three seconds of a kernel the second has what the first one leaves."""
+    given, found = ({"first": x, "second": y} for x, y in (links, beside))
+    kernel = {"flash_forward.1": 3.0}
+    assert roofline(QUEUED, links=given, **kernel).beside == found
 
 
 SMALL = """%x = f32[8,128]{1,0:T(8,128)} parameter(0)

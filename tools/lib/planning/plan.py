@@ -15,6 +15,7 @@ from tools.lib.planning.estimate import (
     Attention,
     Estimate,
     bytes_per_second,
+    collective_seconds,
     cycles_per_second,
     estimate,
     exposed_seconds,
@@ -97,7 +98,12 @@ class Plan:
         def timed(chip: Chip, rate: float) -> tuple[Attention, Roofline, Estimate]:
             attention = Attention.of(run, chip, program)
             known = attention.by_name | synchronous_seconds(moved, chip)
-            roofline = Roofline(program, chip, known, rate)
+            links = {
+                one.name: collective_seconds(one, chip)
+                for one in moved
+                if one.kind != TRANSFER
+            }
+            roofline = Roofline(program, chip, known, rate, links)
             found = estimate(chip, attention, roofline, moved, peak_seconds)
             return attention, roofline, found
 

@@ -80,7 +80,7 @@ class Roofline:
 
     total: those of the whole program.
     beside: by name of a collective's done, the seconds of what runs between its start
-      and that.
+      and that, and after the transfers of `links` that are done before it.
     """
 
     def __init__(
@@ -89,15 +89,18 @@ class Roofline:
         chip: Chip,
         elsewhere: Mapping[str, float],
         cycles_per_second: float = math.inf,
+        links: Mapping[str, float] | None = None,
     ) -> None:
         """Reads a program.
 
         elsewhere: seconds of kernels, and of collectives that are not asynchronous, by
           their names. cycles_per_second: of a core, to count those that XLA says.
+        links: seconds of transfers that go one after another, by their dones' names.
         """
         self.cycles_per_second = cycles_per_second
         self._computations = program.text
         self._program, self._chip, self._elsewhere = program, chip, elsewhere
+        self._links = links or {}
         self._shares: dict[tuple[str, str, bool], float] = {}
         self._runs: dict[str, Work] = {}
         self.beside: dict[str, float] = {}
@@ -110,7 +113,7 @@ class Roofline:
         return self._runs[name]
 
     def _in_order(self, name: str) -> Work:
-        computation, total = self._computations[name], Work()
+        computation, total, free = self._computations[name], Work(), 0.0
         copies: dict[str, float] = {}  # seconds of the memory that they still need
         started: dict[str, float] = {}
         calls = self._program.computations[name]
@@ -123,7 +126,11 @@ class Roofline:
             if operation.opcode.endswith("-start") or operation.opcode == "call-update":
                 started[operation.name] = total.seconds
             elif first in started:
-                self.beside[operation.name] = total.seconds - started[first]
+                now, begin = total.seconds, started[first]
+                if seconds := self._links.get(operation.name):
+                    begin = max(begin, free)
+                    free = min(now, begin + seconds)  # a wait is no time of `total`
+                self.beside[operation.name] = now - begin
             if operation.opcode in ("while", "call", "conditional", "async-start"):
                 times = trips.get(operation.name, 1)
                 runs = [self._run(one) for one in operation.called]
