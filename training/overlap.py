@@ -3,9 +3,17 @@
 from kernels.chips import Chip
 
 OFFLOADS = tuple(
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}"
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    f"xla_tpu_enable_sparse_core_{what}"
+    for what in (
+        "collective_offload_all_gather",
+        "collective_offload_reduce_scatter",
+        "collective_offload_all_reduce",
+        "offload_queuing_in_lhs",
+    )
 )
+"""Options for chips with SparseCores: these run all collectives, and are given the next
+ones while one is under way. Otherwise each starts only when the one before is done."""
+
 GATHERS = {
     "TPU v4": "xla_enable_async_all_gather",
     "TPU v5e": "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call",

@@ -20,7 +20,7 @@ from tools.lib.planning.estimate import synchronous_seconds
 from tools.lib.planning.plan import kinds
 from tools.lib.planning.roofline import Roofline
 from training.mesh import MeshShape, Partition, make_mesh
-from training.overlap import permutes_hide
+from training.overlap import parameter_options, permutes_hide
 
 EMBED = 48
 WEIGHTS = {
@@ -106,6 +106,38 @@ def test_permutes_are_taken_where_they_hide_and_scatters_do_not():
     found = {chip.name for chip in chips.CHIPS if permutes_hide(chip, 4096)}
     assert found == {"TPU v4", "TPU v5e"}
     assert not any(permutes_hide(chip, 2048) for chip in [None, *chips.CHIPS])
+
+
+@pytest.mark.thorough
+def test_sparse_cores_are_given_collectives_before_the_last_one_is_done():
+    """Compiled for a v6e: two gathers, then the scatters of their gradients."""
+    pod, size = aot_pod("v6e:2x2"), 1024
+    partition = Partition(make_mesh(MeshShape(fsdp=4), pod.devices))
+
+    def loss(x, first, second):
+        for weight in (first, second):
+            whole = partition.gather(weight, 0, size, x.dtype)
+            x = jnp.tanh(x @ whole.astype(x.dtype))
+        return x.astype(jnp.float32).sum()
+
+    specs = (P("fsdp"),) * 3
+    run = jax.shard_map(
+        jax.grad(loss, (0, 1, 2)), mesh=partition.mesh, in_specs=specs, out_specs=specs
+    )
+    arguments = [
+        jax.ShapeDtypeStruct(
+            (rows, size), kind, sharding=NamedSharding(partition.mesh, P("fsdp"))
+        )
+        for rows, kind in ((2048, "bfloat16"), (size, "float32"), (size, "float32"))
+    ]
+    run = jax.jit(run, compiler_options=parameter_options(pod.chip))
+    text = compile_for(partition.mesh, run, *arguments).as_text()
+    program = Program.parse(text, partition.mesh.size)
+    for kind in ("all-gather", "reduce-scatter"):
+        order = [
+            one.phase for one in program.computations[program.entry] if one.kind == kind
+        ]
+        assert order == ["start", "start", "done", "done"]
 
 
 @pytest.mark.thorough

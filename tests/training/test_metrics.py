@@ -290,7 +290,7 @@ def test_options_are_those_that_the_chip_can_follow():
     wanted |= {chip: {option: "true"} for chip, option in GATHERS.items()}
     found = {chip.name: parameter_options(chip) for chip in CHIPS}
     assert {name: options for name, options in found.items() if options} == wanted
-    assert parameter_options(None) == {} and len(OFFLOADS) == 3
+    assert parameter_options(None) == {} and len(OFFLOADS) == 4
     assert GATHERS.keys() == {"TPU v4", "TPU v5e"}
 
 
