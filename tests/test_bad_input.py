@@ -3,7 +3,6 @@
 What changes between the starts of a run is reported, or refused by name.
 """
 
-import math
 import random
 import re
 import shutil
@@ -53,13 +52,7 @@ def test_a_good_config_would_be_compiled(corpus, tmp_path, nothing_is_compiled):
 
 SEED, COUNT = 19, 600
 
-DRAWN = {
-    bool: [True, False],
-    int: [-(2**31), -1, 0, 1, 2, 3, 7, 10_001, 2**31, 2**63],
-    float: [-math.inf, -1.0, 0.0, 1e-300, 0.5, 2.0, 1e30, math.inf, math.nan],
-    str: ["", "x", "none", " packed", "1-0", "text", "exorl", "10"],
-    tuple: [(), ("x",), ("seed", "rope_theta"), ("",)],
-}
+DRAWN = {type(values[0]): values for values in table("runs.txt", "drawn")}
 # What train() does not read, where it writes, and what ends a slow test.
 LEFT_OUT = ("workdir", "simulated_devices", "hosts.", "data.corpus", "guard.first")
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
-from tests.cases import table
+from tests.cases import pairs, table
 from tests.processes import ROOT, run_program
 
 
@@ -140,14 +140,7 @@ def test_a_bad_config_is_refused_in_one_line(arguments, message):
         read_config(arguments)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("import nothing_here", "ModuleNotFoundError: No module named 'nothing_here'"),
-        ("def get_config(): return None", "get_config returns None, which is no con"),
-        ("def get_config(): return 1 / 0", "ZeroDivisionError: division by zero"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), pairs("runs.txt", "no-config"))
 def test_a_file_that_makes_no_config_is_refused(source, message, tmp_path):
     file = tmp_path / "made.py"
     file.write_text(source)

@@ -96,20 +96,12 @@ def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run):
     assert new_run.curve() == undisturbed.curve()[MIDDLE:]
 
 
-OTHERS = {
-    "lora.rank: saved 2, this run 4": {"lora__rank": 4},
-    "lora.targets: saved q,o,down, this run q,o": {"lora__targets": "q,o"},
-    "lora.alpha: saved 16.0, this run 3.0": {"lora__alpha": 3.0},
-    "lora.rank: saved 2, this run nothing": {"lora__rank": 0},
-}
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("said", OTHERS)
-def test_a_run_with_other_adapters_is_refused(undisturbed, said):
+@pytest.mark.parametrize("fields, said", table("runs.txt", "other-adapters"))
+def test_a_run_with_other_adapters_is_refused(undisturbed, fields, said):
     before = undisturbed.files()
     with pytest.raises(ValueError, match=said):
-        undisturbed.train(train__steps=STEPS + 1, **OTHERS[said])
+        undisturbed.train(train__steps=STEPS + 1, **fields)
     assert undisturbed.files() == before
 
 

@@ -43,15 +43,7 @@ OTHERS = [name for name in MESHES if name != "vanilla"]
 
 CONTEXT_TOKENS = 80
 """No size of the model is a multiple of it, nor of any batch's part of it."""
-FIELDS = {
-    "data__context_tokens": CONTEXT_TOKENS,
-    "model__vocab_size": 0,  # the corpus's
-    "model__hidden_size": 32,
-    # Less than a device's tokens, so that there is more than one chunk.
-    "feed_forward_chunk_tokens": 16,
-    "loss_chunk_tokens": 16,
-    "implementation": "",
-}
+FIELDS = dict(table("runs.txt", "system")) | {"data__context_tokens": CONTEXT_TOKENS}
 
 
 class System(Run):

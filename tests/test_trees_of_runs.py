@@ -69,24 +69,15 @@ def loss_and_gradients(corpus, shape, attention, **fields):
     return *found, batch
 
 
-EVERY = [
-    (MeshShape(ring=4), "striped", {}),
-    (MeshShape(), "vanilla", {}),
-    (MeshShape(ring=8), "zigzag", {}),
-    (MeshShape(ring=4), "ring", {"lora__rank": 2}),
-    (MeshShape(ring=2, ulysses=2), "striped", {"remat": "tail"}),
-]
-
-
 @pytest.mark.thorough(quick=1)
-@pytest.mark.parametrize("shape, attention, fields", EVERY)
+@pytest.mark.parametrize("mesh, attention, fields", table("runs.txt", "of-trees"))
 def test_trees_have_the_losses_and_gradients_of_documents(
-    prepared, shape, attention, fields
+    prepared, mesh, attention, fields
 ):
     (trees, said), (apart, _) = prepared["trees"], prepared["apart"]
     assert re.search(r"train +3 documents", said)  # all but the last row
     want = loss_and_gradients(apart, MeshShape(), "vanilla", **fields)
-    got = loss_and_gradients(trees, shape, attention, **fields)
+    got = loss_and_gradients(trees, MeshShape(**mesh), attention, **fields)
     assert got[0] == pytest.approx(want[0], rel=1e-5)
     assert_same(got[1], want[1], 1e-5)
     assert want[2].k_start.ndim == 2 and got[2].k_start.shape[2] == 3

@@ -15,6 +15,7 @@ from kernels.cost.work import Row, Sequence
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.trees import tree
 from tasks.layout_choice import typical_rows
+from tests.cases import table
 from tests.small.corpora import NUMBERS, read_rows
 from tests.small.runs import small_config
 
@@ -124,21 +125,7 @@ def test_trees_have_as_few_tokens_and_intervals_as_they_need(rng, shares_all):
     assert {*most} >= {2, 3}
 
 
-@pytest.mark.parametrize(
-    "texts, tokens, weights, segments",
-    [
-        # The last token that answers share is the first of each.
-        (["PQa", "PQb"], "PQaQb", "02101", [[0, 0], [1, 1], [3, 2]]),
-        (
-            ["Pqax", "Pqay", "Pqb"],
-            "Pqaxqbay",
-            "03210101",
-            [[0, 0], [1, 1], [2, 1], [4, 3], [6, 3]],
-        ),
-        (["ab", "abc"], "abc", "021", None),
-        (["ab", "ab"], "ab", "02", None),
-    ],
-)
+@pytest.mark.parametrize("texts, tokens, weights, segments", table("data.txt", "tree"))
 def test_answers_are_branches_of_their_prompt(
     texts, tokens, weights, segments, shares_all
 ):
@@ -186,16 +173,7 @@ def test_a_ring_s_work_is_that_of_all_intervals(layout):
 
 
 @pytest.mark.parametrize(
-    "segments",
-    [
-        [[0, 0], [4, 1]],  # the second document begins in a segment
-        [[1, 0], [4, 0], [6, 1]],
-        [[0, 0], [4, 1], [6, 0]],  # it continues the first one
-        [[0, 0], [4, 0], [6, 1], [6, 1]],
-        [[0, 0], [4, 0], [9, 1]],
-        [[0, 0], [4, 0], [6, -1]],
-        [],
-    ],
+    "segments", [rows for (rows,) in table("data.txt", "no-parts")]
 )
 def test_segments_that_are_no_parts_of_documents_are_refused(segments):
     offsets = np.array([0, 4, 9])

@@ -20,7 +20,7 @@ from tasks.generation import restored_parameters
 from tasks.state import read_frozen
 from tasks.systems import attention_system
 from tasks.text import TextRun
-from tests.cases import pairs
+from tests.cases import in_tiers, pairs, table
 from tests.models.test_memory import products
 from tests.small.models import assert_same, partition_of
 from tests.tools import hf_models
@@ -200,20 +200,8 @@ def test_wrong_commands_say_what_to_do(runs, tmp_path, capsys):
 
 # Training.
 
-STEPS = 20
-SETTINGS = {
-    "lora__rank": 4,
-    "lora__alpha": 6.0,
-    "optimizer__peak_lr": 1e-2,
-    "optimizer__end_lr": 1e-2,
-    "optimizer__warmup_steps": 0,
-    "train__steps": STEPS,
-    "data__context_tokens": 48,
-}
+SETTINGS = dict(table("runs.txt", "peft"))
 """Of tests/fixtures/make_peft_adapters.py."""
-WIDE = {"lora__base_dtype": "float32"}
-"""The others' weights are numbers of bfloat16."""
-CHUNKS = {"train__microbatches": 2, "feed_forward_chunk_tokens": 5}
 
 
 class Run:
@@ -264,17 +252,7 @@ def adapters_of(name: str, when: str, run: Run) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name, shape, fields",
-    [
-        ("llama_gqa", CUBE, WIDE | CHUNKS | {"remat": "products"}),
-        pytest.param(
-            *("llama_gqa", RING, WIDE | {"remat": "nothing", "attention_parts": 2}),
-            marks=slow,
-        ),
-        pytest.param("gemma2", CUBE, CHUNKS, marks=slow),
-        pytest.param("olmo3", CUBE, WIDE, marks=slow),
-        ("qwen3_5", RING, WIDE | {"attention": "zigzag"}),
-    ],
+    "name, shape, fields", in_tiers("runs.txt", "as-peft", CUBE=CUBE, RING=RING)
 )
 def test_losses_and_adapters_of_training_are_pefts(name, shape, fields):
     run = Run(name, shape, **fields)

@@ -315,15 +315,7 @@ def test_flops_are_those_of_the_product_however_it_is_printed(printed, flops):
     assert found == pytest.approx(math.prod(map(int, flops.split(" * "))))
 
 
-WAIT = """%x = bf16[40,50]{1,0:S(1)} parameter(0)
-    %start = (bf16[40,50]{1,0:S(1)}, bf16[160,50]{1,0}) all-gather-start(%x), \
-replica_groups=[1,4]<=[4], dimensions={0}
-    %product = bf16[40,40]{1,0:S(1)} dot(%x, %x), lhs_contracting_dims={1}, \
-rhs_contracting_dims={1}
-    %flash_forward.1 = bf16[40,50]{1,0} custom-call(%x), \
-custom_call_target="tpu_custom_call"
-    %done = bf16[160,50]{1,0} all-gather-done(%start)
-    ROOT %sum = bf16[160,50]{1,0} all-reduce(%done), replica_groups=[1,4]<=[4]"""
+WAIT = (HLO / "wait.txt").read_text()
 
 
 def test_kernels_and_collectives_are_timed_elsewhere_and_stand_beside_others():
@@ -335,13 +327,7 @@ def test_kernels_and_collectives_are_timed_elsewhere_and_stand_beside_others():
     assert found.beside == {"done": pytest.approx(seconds + 3)}
 
 
-QUEUED = """%x = bf16[40,50]{1,0} parameter(0)
-    %a = (bf16[40,50]{1,0}, bf16[160,50]{1,0}) all-gather-start(%x), dimensions={0}
-    %b = (bf16[40,50]{1,0}, bf16[160,50]{1,0}) all-gather-start(%x), dimensions={0}
-    %flash_forward.1 = bf16[40,50]{1,0} custom-call(%x), \
-custom_call_target="tpu_custom_call"
-    %first = bf16[160,50]{1,0} all-gather-done(%a)
-    ROOT %second = bf16[160,50]{1,0} all-gather-done(%b)"""
+QUEUED = (HLO / "queued.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -354,14 +340,7 @@ def test_transfers_go_one_after_another(links, beside):
     assert roofline(QUEUED, links=given, **kernel).beside == found
 
 
-SMALL = """%x = f32[8,128]{1,0:T(8,128)} parameter(0)
-    %a = s32[] constant(1)
-    %few = f32[8,128]{1,0:T(8,128)} add(%x, %x), \
-backend_config={"estimated_cycles":"2000"}
-    %many = f32[8,128]{1,0:T(8,128)} add(%few, %x), \
-backend_config={"estimated_cycles":"6000"}
-    %none = s32[] add(%a, %a)
-    ROOT %sum = f32[8,128]{1,0:T(8,128)} all-reduce(%many)"""
+SMALL = (HLO / "small.txt").read_text()
 
 
 def test_instructions_of_few_cycles_are_small_and_take_what_xla_takes_them_to():

@@ -1,6 +1,7 @@
 """Published weights: bit for bit in and out, faults named; and what exports say."""
 
 import functools
+import itertools
 import json
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from models.sizes import LanguageModelConfig
 from tasks import run_config, state, text
 from tasks.command_line import read_config
 from tasks.text import TextRun
-from tests.cases import pairs
+from tests.cases import pairs, table
 from tests.data.test_tokenizer import make_hugging_face
 from tests.small.models import partition_of
 from tests.tools import hf_models
@@ -35,18 +36,8 @@ from training.weights import SavedParameters
 
 slow = pytest.mark.slow
 
-# Those with tensor meet no model of one key/value head.
-SHAPES = (
-    {"fsdp": 4, "tensor": 2},
-    {"fsdp": 2, "ring": 2, "tensor": 2},
-    {"data": 2, "ring": 4},
-    {"fsdp": 4, "ring": 2},
-    {"ring": 4, "tensor": 2},
-)
-MESHES = {
-    name: MeshShape(**SHAPES[number % len(SHAPES)])
-    for number, name in enumerate(hf_models.NAMES)
-}
+SHAPES = itertools.cycle(shape for (shape,) in table("models.txt", "imported-on"))
+MESHES = {name: MeshShape(**next(SHAPES)) for name in hf_models.NAMES}
 EXPORTED = "llama_gqa", "llama_scaled", "qwen2", "gemma3", "olmo2", "phi3", "qwen3_5"
 """By the fast tests: every type, norm, bias, kind of layer, a tied head, fused ones."""
 each_model = pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from data.json_text import parse_json
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
+from tests import cases
 from tests.cases import pairs
 from tests.fuzzing import altered, fuzz
 from tools.lib.hf.config import (
@@ -179,17 +180,11 @@ def test_fields_of_the_original_are_kept_but_for_the_models_own():
     assert written.keys().isdisjoint({"rope_parameters", "dtype"})
 
 
-CONTEXTS = [
-    (48, RopeScaling(), 64),  # the original's
-    (128, RopeScaling(), 128),
-    (256, RopeScaling("linear", 4.0), 256),
-    # Else transformers 4 takes another factor.
-    (512, RopeScaling("yarn", 4.0, 64), 256),
-]
-
-
-@pytest.mark.parametrize(("tokens", "scaling", "longest"), CONTEXTS)
+@pytest.mark.parametrize(
+    "tokens, scaling, longest", cases.table("models.txt", "longest")
+)
 def test_the_longest_context_is_that_of_the_run(tokens, scaling, longest):
+    scaling = RopeScaling(*scaling)
     config = LanguageModelConfig(*SIZES, vocab_size=300, rope_scaling=scaling)
     for original in {}, LLAMA3_8B | {"max_position_embeddings": 64}:
         written = config_fields(config, "float32", original, tokens)

@@ -61,32 +61,19 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     np.testing.assert_array_equal(best, followers)
 
 
-OTHERS = {
-    # Nothing decays; each key's value is written whole, and half of it.
-    "delta_layers.attention.log_rate": (np.s_[:], -30),
-    "delta_layers.attention.beta": (np.s_[:], 0),
-    # The convolution reads a token alone; all is let through as of one logit.
-    "delta_layers.attention.key_kernel": (np.s_[:, :-1], 0),
-    "delta_layers.attention.norm.scale": (np.s_[:], 1),
-    "layers.attention.query": (np.s_[..., 12:], 0),
-}
-"""What other numbers in a parameter of Qwen3.5's leave out."""
-
-
-LEFT_OUT = [(*case, "") for case in table("models.txt", "left_out")]
-LEFT_OUT += [("qwen3_5", {}, name) for name in OTHERS]
+LEFT_OUT = [(*case, "", (), 0) for case in table("models.txt", "left_out")]
+LEFT_OUT += [("qwen3_5", {}, *case) for case in table("models.txt", "other", at=np.s_)]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "parts", "other"), LEFT_OUT)
-def test_a_part_left_out_is_seen(name, parts, other):
+@pytest.mark.parametrize(("name", "parts", "other", "place", "value"), LEFT_OUT)
+def test_a_part_left_out_is_seen(name, parts, other, place, value):
     config, partition = hf_models.run_config(name), partition_of(MeshShape())
     model = TextRun(config, partition).model
     parameters = hf_models.loaded(name, model, partition)
     if other:
         *module, last = other.split(".")
         own = functools.reduce(lambda tree, key: tree[key], module, parameters)
-        place, value = OTHERS[other]
         own[last] = own[last].at[place].set(value)
     config.update(model=parts, attention="vanilla")
     tokens, expected = hf_models.expected(name)

@@ -21,6 +21,7 @@ from tasks import run_config
 from tasks.command_line import read_config
 from tasks.task import check, make_run
 from tasks.text import TextRun
+from tests.cases import table
 from tests.data.test_chat import rows
 from tests.data.test_corpus import fill, read_both
 from tests.data.test_tokenizer import make_hugging_face
@@ -263,13 +264,7 @@ def test_imported_weights_are_fine_tuned_on_what_was_prepared(
 
 
 @pytest.mark.parametrize(
-    "texts, expected",
-    [
-        (["a" * 60000], {"validation_batches": "0"}),
-        (["a" * 1700], {"validation_batches": "0", "batch_rows": "2"}),
-        ([str(n) * 1000 for n in range(50)], {}),
-        (["a" * 600], None),
-    ],
+    "texts, expected", table("data.txt", "few", str=str, range=range)
 )
 def test_small_corpora_have_smaller_batches(tmp_path, texts, expected):
     for number, words in enumerate(texts):

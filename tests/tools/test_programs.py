@@ -21,17 +21,8 @@ from tools.lib.planning.step import Step
 FOLDER = Path(next(iter(tools.__path__)))
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 
-# Files that are wrong in ways of their own, for `{name}` in command_lines.txt.
-FILES = {
-    "garbage": bytes(range(256)),
-    "nothing.json": b"",
-    "deep.json": b"[" * 100_000,
-    "numbers.json": b"[1, 2]",
-    "object.json": b'{"a": 1}',
-    "rows.json": b'[{"a": 1}]',
-    "no_rows.json": b"[]",
-    "text.txt": b"The ring turns.\n" * 50,
-}
+FILES = dict(table("data.txt", "wrong", bytes=bytes, range=range))
+"""Files that are wrong in ways of their own, for `{name}` in command_lines.txt."""
 TINY = "--config=configs/tiny.py --config.workdir={new} --config.data.corpus={new}"
 TINY += " --config.model.vocab_size=264"
 CASES = dict(pairs("command_lines.txt"))

@@ -12,7 +12,7 @@ from data.retrieval.lines import FORMS
 from data.rows import WholeRows
 from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer
-from tests.cases import pairs
+from tests.cases import pairs, table
 from tools.lib.retrieval.scores import (
     match_all,
     match_line,
@@ -35,17 +35,10 @@ def test_answers_count_as_published(case, scores):
     assert [*found] == [float(wanted) for wanted in scores.split()]
 
 
-# Rows of the published table: 4 to 128 Ki, average weighted to long and to short.
-TABLE = {
-    "Llama3.1 8B": ([95.5, 93.8, 91.6, 87.4, 84.7, 77.0], 85.4, 91.3, 32),
-    "LWM 7B": ([82.3, 78.4, 73.7, 69.1, 68.1, 65.0], 69.9, 75.7, None),
-    "Yi 34B": ([93.3, 92.2, 91.3, 87.5, 83.2, 77.3], 84.8, 90.1, 32),
-}
-
-
-@pytest.mark.parametrize("model", TABLE)
-def test_averages_and_effective_length_are_those_of_the_published_table(model):
-    scores, to_long, to_short, effective = TABLE[model]
+@pytest.mark.parametrize("scores, means, effective", table("data.txt", "ruler"))
+def test_averages_and_effective_length_are_those_of_the_published_table(
+    scores, means, effective
+):
     lengths = 4, 8, 16, 32, 64, 128
     rows = [
         {"task": task, "length": length, "score": mean + more}
@@ -53,8 +46,8 @@ def test_averages_and_effective_length_are_those_of_the_published_table(model):
         for task, more in (("vt", -1), ("fwe", 1))
     ]
     found = summary(rows)
-    assert round(found["weighted_to_long"], 1) == to_long
-    assert round(found["weighted_to_short"], 1) == to_short
+    weighted = found["weighted_to_long"], found["weighted_to_short"]
+    assert tuple(round(mean, 1) for mean in weighted) == means
     assert (found["effective_length"], found["tasks"]) == (effective, 2)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.cases import pairs
+from tests.cases import pairs, table
 from tests.fuzzing import altered, damaged, fuzz
 from tools.lib.hf.tensor_files import INDEX, WHOLE, TensorFiles, write_tensors
 
@@ -27,15 +27,7 @@ def write(directory, file_bytes):
     return directory
 
 
-@pytest.mark.parametrize(
-    "file_bytes, files",
-    [
-        (10_000, [["a", "b", "c", "d"]]),
-        (160, [["a"], ["b"], ["c", "d"]]),
-        (500, [["a", "b"], ["c", "d"]]),
-        (1, [["a"], ["b"], ["c"], ["d"]]),
-    ],
-)
+@pytest.mark.parametrize("file_bytes, files", table("tensor_files.txt", "files"))
 def test_files_hold_no_more_than_asked_and_are_read_as_one(tmp_path, file_bytes, files):
     directory = write(tmp_path / "out", file_bytes)
     found = sorted(directory.glob("*.safetensors"))
@@ -117,7 +109,7 @@ def test_links_and_folders_inside_are_followed(shards, tmp_path):
     assert read_all(shards).keys() == {"a", "b"} and blob.is_file()
 
 
-@pytest.mark.parametrize(("index", "complaint"), pairs("tensor_indices.txt"))
+@pytest.mark.parametrize(("index", "complaint"), pairs("tensor_files.txt", "index"))
 def test_a_bad_index_is_refused_in_a_line(shards, tmp_path, index, complaint):
     save_file({"c": TENSORS["c"]}, tmp_path / "out.safetensors")
     (shards / INDEX).write_text(index.replace("{shards}", str(shards)))
@@ -140,18 +132,8 @@ def safetensors(header, numbers=bytes(range(24)), length=None):
     return struct.pack("<Q", len(text) if length is None else length) + text + numbers
 
 
-# Of the library's own refusals few: files that are damaged by chance meet the others.
-BAD_HEADERS = {
-    "no_length": b"abc",
-    "huge_length": safetensors({"a": GOOD}, length=1 << 63),
-    "deep": safetensors(b"[" * 100_000),
-    "name_twice": safetensors(b'{"a": %s, "a": %s}' % (ONE, ONE)),
-    "name_of_two_lines": safetensors({"a\nb": GOOD}),
-    "long_name": safetensors({"a" * 5000: GOOD}),
-    "unknown_type": safetensors({"a": GOOD | {"dtype": "F\n32"}}),
-    "other_size": safetensors({"a": GOOD | {"shape": [2, 4]}}),
-    "cut_short": safetensors({"a": GOOD}, bytes(23)),
-}
+KNOWN = {"GOOD": GOOD, "ONE": ONE, "bytes": bytes, "safetensors": safetensors}
+BAD_HEADERS = dict(table("tensor_files.txt", "header", **KNOWN))
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)

@@ -171,16 +171,7 @@ def test_only_steps_whose_update_was_skipped_are_computed_again():
     assert again == [5, 5]
 
 
-@pytest.mark.parametrize(
-    ("bad", "call", "saved", "unrotated"),
-    [
-        ({4}, None, [5, 8, 10], []),
-        ({3, 4}, None, [5, 8, 10], []),
-        # The last step is saved, whatever it was; nothing that is older goes.
-        ({10}, None, [4, 8, 10], [10]),
-        ({4, 5}, 7, [5], [5]),
-    ],
-)
+@pytest.mark.parametrize("bad, call, saved, unrotated", table("runs.txt", "waits"))
 def test_a_save_waits_for_a_step_that_makes_its_update(bad, call, saved, unrotated):
     loop = make_loop(call, train_step=make_train_step(bad))
     run(loop)
@@ -198,14 +189,7 @@ def test_a_run_that_ends_says_where_it_goes_on(bad, broken, stop, distrusted, me
     assert loop.checkpoints.distrusted == distrusted
 
 
-@pytest.mark.parametrize(
-    ("broken", "bad", "message"),
-    [
-        (None, (), "would end with validation loss nan.*step 10 left.*step 8$"),
-        (2, (), "weight holds 1 nan.* 0 and 3.*starts over$"),
-        (None, (10,), "would end with validation loss nan.*step 9 left.*step 8$"),
-    ],
-)
+@pytest.mark.parametrize("broken, bad, message", table("runs.txt", "no-number"))
 def test_a_validation_that_gives_no_number_ends_no_run_well(broken, bad, message):
     said = []
     step = make_train_step(bad, broken)
@@ -275,15 +259,7 @@ def test_spikes_need_a_full_window_and_to_be_asked_for_and_become_the_usual(rng)
     assert all(judged(losses, 0.0))
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ((2.0, 1.0, 5), (2.0, 1.0, 5)),
-        ((np.nan, 2.5, 5), (np.nan, 2.5, 6)),
-        ((np.nan, 2.5, 5), (3.0, 2.5, 5)),
-        ((np.nan, np.inf, 5), (np.nan, np.inf, 5)),
-    ],
-)
+@pytest.mark.parametrize("first, second", table("runs.txt", "replays"))
 def test_replays_that_differ_end_the_run(first, second):
     found = {"loss": np.nan, "grad_norm": 2.5, "skipped": 7.0, "skipped_in_row": 1}
     with pytest.raises(BadSteps, match="step 4 was computed 3 times.*hardware"):

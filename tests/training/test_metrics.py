@@ -122,17 +122,7 @@ def test_pauses_are_left_out_of_the_rates(monkeypatch):
     assert throughput.rates()["perf/step_time"] == 3.0
 
 
-RATES = {"step_time": 0.8648, "tokens_per_second": 41_234.0, "mfu": 0.3812}
-SHOWN = [
-    (RATES, "41.2k tok/s  MFU 38.1 %  ETA 0:12:41"),
-    ({"tokens_per_second": 999_940.0}, "999.9k tok/s"),
-    ({"tokens_per_second": 999_960.0}, "1.0M tok/s"),
-    ({"tokens_per_second": 2.0e9}, "2.0G tok/s"),
-    ({"step_time": 106.4}, "ETA 26:00:32"),  # of the 880 steps that remain
-]
-
-
-@pytest.mark.parametrize("rates, shown", SHOWN)
+@pytest.mark.parametrize("rates, shown", table("runs.txt", "console"))
 def test_console_line_shows_what_is_known(rates, shown):
     values = {"loss": 2.34121, "grad_norm": 0.8123, "learning_rate": 3e-4}
     values |= {f"perf/{name}": rate for name, rate in rates.items()}
@@ -265,19 +255,12 @@ def test_the_record_is_written_now_and_then_where_it_can_be(clock, tmp_path):
     assert nowhere.seconds["step"] == 8
 
 
-PEAKS = {
-    "NVIDIA A100-SXM4-80GB": ("A100 80GB", 312e12),
-    "NVIDIA H100 80GB HBM3": ("H100 SXM", 989e12),
-    "NVIDIA H200": ("H200", 989e12),
-    "NVIDIA B200": ("B200", 2250e12),
-}
-
-
 def test_known_kinds_have_their_published_peak_and_others_nothing():
-    found = {kind: chips.find(kind) for kind in PEAKS}
-    assert {k: (chip.name, chip.peak_flops) for k, chip in found.items()} == PEAKS
-    with pytest.raises(ValueError, match="matrix_units of H200 must be known, got 0"):
-        _ = found["NVIDIA H200"].bundles_per_second
+    for kind, *known in table("runs.txt", "peak"):
+        chip = chips.find(kind)
+        assert [chip.name, chip.peak_flops] == known
+    with pytest.raises(ValueError, match="matrix_units of B200 must be known, got 0"):
+        _ = chip.bundles_per_second
     unknown = ["", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"]
     for kind in [*unknown, jax.devices("cpu")[0].device_kind]:
         assert chips.find(kind) is None
