@@ -4,20 +4,27 @@ A small model trains and validates as in a run, in every layout and ring, beside
 same written out in float64. Every fault that operands can have is put in, and found.
 """
 
+import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from data.batch import Batch
-from kernels import layouts
+from kernels import layouts, masks
+from kernels.ring import attend as ring_attend
 from kernels.ring import comm as ring_comm
+from kernels.ring.attend import Ring
 from models import losses
+from tasks import state
 from tests.cases import in_tiers
 from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
 from tests.pages import ROOT
@@ -26,6 +33,7 @@ from training.mesh import MeshShape
 
 LAYOUTS = "ring", "striped", "zigzag"
 slow = pytest.mark.slow
+MISMATCH = "Mismatched elements"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,7 +172,7 @@ def faulty(model: RingModel, rows: HardRows, fault: str) -> Batch:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_operands_gives_other_losses(fault, rows):
     model = model_on(2, "zigzag")
-    with pytest.raises(AssertionError, match="Mismatched elements"):
+    with pytest.raises(AssertionError, match=MISMATCH):
         assert_written_out(model, rows, faulty(model, rows, fault))
 
 
@@ -172,7 +180,7 @@ def test_dropped_sinks_give_other_losses(rows):
     model = model_on(2, "zigzag")
     without = jax.tree.map(np.array, model.parameters)
     without["layers"]["attention"]["sinks"][:] = -np.inf
-    with pytest.raises(AssertionError, match="Mismatched elements"):
+    with pytest.raises(AssertionError, match=MISMATCH):
         assert_written_out(model, rows, batch_of(model, rows), without)
 
 
@@ -191,23 +199,17 @@ def mean_loss(losses: np.ndarray, batch: Batch) -> float:
     return float((losses * batch.loss_weights).sum() / batch.loss_weights.sum())
 
 
-def assert_means(model: RingModel, rows: HardRows, wanted: float) -> None:
-    """Compares the losses that a step and a validation give of the same batch."""
-    batch = batch_of(model, rows)
-    trained = float(model.step(batch)[1]["loss"])
-    assert trained == pytest.approx(wanted, rel=1e-5), "training loss"
-    assert model.evaluation(batch) == pytest.approx(wanted, rel=1e-5), "validation loss"
-
-
 @pytest.mark.thorough
 def test_evaluation_loss_is_the_training_loss(run, rows):
     """And the mean of all tokens, in float64, not that of the shards' means."""
-    losses, weights = truth(run, rows), batch_of(run, rows).loss_weights
+    losses, batch = truth(run, rows), batch_of(run, rows)
     wanted = mean_loss(losses, rows.read(run.length))
-    assert_means(run, rows, wanted)
+    trained = float(run.step(batch)[1]["loss"])
+    assert trained == pytest.approx(wanted, rel=1e-5), "training loss"
+    assert run.evaluation(batch) == pytest.approx(wanted, rel=1e-5), "validation loss"
     by_slot = layouts.permute(losses, run.layout, run.ring)
     cut = functools.partial(np.split, indices_or_sections=max(2, run.ring), axis=1)
-    shards = zip(cut(by_slot), cut(weights), strict=True)
+    shards = zip(cut(by_slot), cut(batch.loss_weights), strict=True)
     means = [(x * w).sum() / w.sum() for x, w in shards if w.any()]
     assert np.mean(means) != pytest.approx(wanted, rel=5e-4)
 
@@ -268,6 +270,104 @@ def test_nothing_of_a_step_is_left_in_the_next(run, rows):
     assert float(first[1]["loss"]) != pytest.approx(wanted, rel=1e-2)
     first, between, again = (run.evaluation(*each) for each in given)
     assert between == pytest.approx(wanted, rel=1e-5) and first == again != between
+
+
+# Faults of the ring itself, of which each is found.
+
+
+def attend_to_own_shards(patch: pytest.MonkeyPatch) -> None:
+    """Nothing travels."""
+    patch.setattr(Ring, "shift", lambda ring, arrays, *_: arrays)
+
+
+def count_the_wrong_shard(patch: pytest.MonkeyPatch) -> None:
+    """Intervals are those of the shard before."""
+    slots = Ring.slots
+    patch.setattr(Ring, "slots", lambda ring, d, *of: slots(ring, (d + 1) % 3, *of))
+
+
+def drop_windows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(masks, "window", lambda size: masks.causal())
+
+
+def count_sinks_twice(patch: pytest.MonkeyPatch) -> None:
+    merge = ring_attend.merge
+    patch.setattr(ring_attend, "merge", lambda sink, all: merge(sink, merge(sink, all)))
+
+
+def give_nan_to_rows_that_see_nothing(patch: pytest.MonkeyPatch) -> None:
+    attend = ring_attend._attend_rows
+
+    def faulty(*arguments: Any) -> tuple:
+        out, lse = attend(*arguments)
+        is_empty = jnp.isneginf(lse).swapaxes(1, 2)[..., None]
+        return jnp.where(is_empty, jnp.nan, out), lse
+
+    patch.setattr(ring_attend, "_attend_rows", faulty)
+
+
+def patch_backward(patch: pytest.MonkeyPatch, faulty: Callable) -> None:
+    """faulty: from a backend's backward, and keys and values of the first ring step."""
+    backward = ring_attend.backward
+
+    def run(this: Ring, rows: tuple, kv: tuple, visible: Any) -> tuple:
+        backend = SimpleNamespace(backward=faulty(this.backend.backward, kv))
+        return backward(dataclasses.replace(this, backend=backend), rows, kv, visible)
+
+    patch.setattr(ring_attend, "backward", run)
+
+
+def read_stale_keys_backward(patch: pytest.MonkeyPatch) -> None:
+    """Those of the first ring step."""
+    patch_backward(patch, lambda own, kv: lambda q, k, v, *x, **y: own(q, *kv, *x, **y))
+
+
+def forget_gradients_of_other_shards(patch: pytest.MonkeyPatch) -> None:
+    """Keys get those of the last ring steps only."""
+    patch_backward(patch, lambda own, _: lambda *x, **y: own(*x, **y | {"dkv": None}))
+
+
+def add_up_validations_of_copies(patch: pytest.MonkeyPatch) -> None:
+    """One of each device in the ring."""
+    make = state.make_evaluate_step
+
+    def faulty(loss_sum: Callable, count: Callable) -> Callable:
+        return make(lambda *given: 3 * loss_sum(*given), count)
+
+    patch.setattr(state, "make_evaluate_step", faulty)
+
+
+@slow
+@pytest.mark.parametrize(
+    "fault, attention, look, error",
+    [
+        (attend_to_own_shards, "zigzag", "moves", MISMATCH),
+        (count_the_wrong_shard, "zigzag", "losses", MISMATCH),
+        (drop_windows, "zigzag", "losses", MISMATCH),
+        (count_sinks_twice, "zigzag", "losses", MISMATCH),
+        (give_nan_to_rows_that_see_nothing, "striped", "losses", "isfinite"),
+        (read_stale_keys_backward, "zigzag", "slopes", "slope of"),
+        (forget_gradients_of_other_shards, "zigzag", "slopes", "slope of"),
+        (add_up_validations_of_copies, "zigzag", "means", "validation loss"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_fault_of_the_ring_is_found(
+    fault, attention, look, error, tmp_path, rng, monkeypatch
+):
+    fault(monkeypatch)
+    rows, model = HardRows(tmp_path), RingModel(MeshShape(ring=3), attention)
+    batch = batch_of(model, rows)
+    looks: dict[str, Callable[[], None]] = {
+        "moves": lambda: assert_moves_what_may_see_it(model, batch),
+        "losses": lambda: assert_written_out(model, rows, batch),
+        "slopes": lambda: assert_slopes(model, rows, rng),
+        "means": lambda: test_evaluation_loss_is_the_training_loss(model, rows),
+    }
+    if look == "slopes":  # the loss is right
+        looks["losses"]()
+    with pytest.raises(AssertionError, match=error):
+        looks[look]()
 
 
 def test_the_page_names_tests_that_there_are():

@@ -194,12 +194,6 @@ def row(*turns, **fields):
     return {"conversations": said} | fields
 
 
-def read_files(*paths):
-    """Rows of named files."""
-    files = [InputFile(path, None, True) for path in paths]
-    return [*read_conversations(files)]
-
-
 HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]
 
 
@@ -245,7 +239,7 @@ def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
     deep, twice = "[" * 100_000, '{"id": 1, "id": 2}'
     found = json.dumps(good), "", "{broken", json.dumps(bad), deep, twice
     lines.write_text("\n".join(found))
-    rows = read_files(whole, lines)
+    rows = [*read_conversations([InputFile(p, None, True) for p in (whole, lines)])]
     assert "lie too deep" in rows.pop(5).reason
     assert "'id' stands twice" in rows.pop().reason
     assert [r.where for r in rows] == [
@@ -258,10 +252,3 @@ def test_lists_and_lines_are_read_in_order_each_row_by_its_place(tmp_path):
     assert [isinstance(r, Row) for r in rows] == [True, 0, True, 0, 0]
     assert rows[3].reason.startswith("no JSON (Expecting property name")
     assert rows[0].text == rows[2].text
-
-
-def test_files_that_hold_no_rows_are_refused(tmp_path):
-    path = tmp_path / "rows.json"
-    path.with_suffix(".txt").write_text("[]")
-    with pytest.raises(ValueError, match=r"rows.txt is of no known format .*jsonl"):
-        read_files(path.with_suffix(".txt"))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from data.text import corpus
 from data.text.corpus import prepare, prepare_standard_library
@@ -97,14 +96,6 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
     assert texts == ["a,a\n1,2\n", "good", "line", "row"]
 
 
-@pytest.mark.parametrize("name, value, match", table("data.txt", "prepare"))
-def test_bad_options_are_refused(tmp_path, name, value, match):
-    source = fill(tmp_path / "in", {"a.txt": "a", "b.bin": b"\xff", "c.txt": ""})
-    with pytest.raises(ValueError, match=match):
-        prepare([source], tmp_path / "out", ByteTokenizer(), **{name: value})
-    assert not (tmp_path / "out").exists()
-
-
 def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
     source = fill(tmp_path / "in", {"a.txt": "a", "b.txt": "b"})
     for path in (source / "a.txt", source):
@@ -130,24 +121,6 @@ def test_inputs_that_change_while_they_are_read_are_refused(tmp_path, monkeypatc
     with pytest.raises(ValueError, match=match):
         prepare([source], tmp_path / "out", ByteTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_documents_begin_and_end_with_the_tokens_of_their_tokenizer(tmp_path):
-    words = {"<unk>": 0, "<s>": 3, "red": 1, "green": 2, "blue": 70000, "</s>": 4}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "words.json"))
-    begins = {"add_bos_token": True, "bos_token": "<s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(begins))
-    texts = [" ".join(["red", "green", "blue"][: i % 3 + 1]) for i in range(150)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    source = fill(tmp_path, {"a.jsonl": lines}) / "a.jsonl"
-    prepare([source], tmp_path / "out", open_tokenizer(f"{tmp_path}/words.json"))
-    train, held = read_both(tmp_path / "out")
-    assert train == [text for text in texts if text not in held] and held
-    corpus = TokenFile.open(tmp_path / "out", "train")
-    assert open_tokenizer(corpus.tokenizer).begin_of_document == (3,)
-    assert corpus.vocab_size == 70001
 
 
 def test_standard_library_is_prepared_once_and_takes_no_other_place(tmp_path):

@@ -133,13 +133,6 @@ def test_what_is_too_long_to_be_held_is_refused(tmp_path, monkeypatch, name):
         list(found)
 
 
-@pytest.mark.parametrize("text, match", table("data.txt", "list"))
-def test_lists_that_are_none_are_refused(tmp_path, text, match):
-    (tmp_path / "rows.json").write_text(text)
-    with pytest.raises(ValueError, match=match):
-        list(read_rows(tmp_path / "rows.json", ["text"]))
-
-
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.feather"])
 def test_damaged_tables_are_read_or_refused_in_one_line(tmp_path, name):
     """And never end the process. What says lengths is believed: memory is asked for."""

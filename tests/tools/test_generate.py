@@ -19,6 +19,7 @@ import pytest
 from data.chat.chat_template import open_template
 from data.chat.conversation import Conversation
 from data.text.corpus import prepare
+from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from data.text.tokenizer_files import write_tokenizer
 from models.decode import NOTHING, Generator
@@ -190,6 +191,8 @@ def test_prompts_begin_as_the_documents_of_the_corpus(tmp_path):
         before = copy(tokenizer)
         before.begin_of_document = begin
         prepare([tmp_path / "text.txt", tmp_path / "other.txt"], corpus, before)
+        tokens = TokenFile.open(corpus, "train").tokens[:].tolist()
+        assert tokens[: len(begin)] == [*begin] and tokens.count(0) == len(begin)
         (corpus / "tokenizer_config.json").write_text(json.dumps(config))
         stub, fields = Stub([]), small_config(corpus, tmp_path)
         writer = Writer(stub, find_tokenizer(fields, None), max_tokens=9, seed=0)
