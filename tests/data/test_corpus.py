@@ -76,26 +76,6 @@ def test_every_document_is_in_one_split_by_its_text_alone(tmp_path):
     assert 8 <= len(held[0]) <= 30
 
 
-def test_what_is_no_text_is_skipped_and_counted(tmp_path):
-    files = {
-        "good.txt": "good",
-        "latin.txt": "Möwe".encode("latin-1"),
-        "binary.bin": b"ab\0cd",
-        "empty.txt": "",
-        "rows_of_no_text.csv": "a,a\n1,2\n",
-        "rows.csv": "text,a\nrow,2\n",
-        "lines.jsonl": '{"text": ""}\n\n{"text": "line"}\n',
-        ".hidden/secret.txt": "hidden",
-    }
-    source = fill(tmp_path / "in", files)
-    summary = prepare([source], tmp_path / "out", ByteTokenizer())
-    reasons = {"files that are not UTF-8 text": 2, "empty documents": 2}
-    assert summary.skipped.counts == reasons
-    assert f"UTF-8 text; first {source / 'binary.bin'}\n" in str(summary)
-    texts = sorted(sum(read_both(tmp_path / "out"), []))
-    assert texts == ["a,a\n1,2\n", "good", "line", "row"]
-
-
 def test_inputs_are_files_that_can_be_read_twice_and_are_given_once(tmp_path):
     source = fill(tmp_path / "in", {"a.txt": "a", "b.txt": "b"})
     for path in (source / "a.txt", source):

@@ -49,17 +49,8 @@ def test_a_run_begins_with_imported_parameters_and_a_fresh_optimizer(
     assert "resuming from step 2" in run.said
 
 
-OTHER = {"model__num_layers": 3, "model__rope_theta": 500.0}
-FIELDS_SAID = "num_layers: saved 2, this run 3.*rope_theta: saved 10000.0, this run 500"
-MAY = {"may_change": ("rope_theta", "num_layers")}
-BAD = [
-    (OTHER, rf"(?s)step 2 of .*trained\d+ belong to another model.*{FIELDS_SAID}"),
-    (OTHER | MAY, r"params.layers.*float32\[2.*float32\[3"),
-]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(("changes", "complaint"), BAD)
+@pytest.mark.parametrize("changes, complaint", table("runs.txt", "not-begun"))
 def test_parameters_that_cannot_be_begun_with_are_refused_before_compiling(
     corpus, trained, tmp_path, monkeypatch, changes, complaint
 ):

@@ -47,27 +47,33 @@ def beginning(corpus: Path, size: int) -> bytes:
 
 
 def test_what_was_read_is_printed_and_recorded(tmp_path, capsys):
-    """Files, digests and tokenizer; and what is not words, but kept."""
+    """Files, digests, tokenizer; what is no text, and what is no words, but kept."""
     texts = {f"{n}.txt": f"text {n}" for n in range(5)}
-    texts |= {"page.html": "<html>", "q.json": '{"a": 1}'}
-    source, out = fill(tmp_path / "in", texts | {"x.bin": b"\xff"}), tmp_path / "out"
+    texts |= {"page.html": "<html>", "q.json": '{"a": 1}', "a.csv": "a,a\n1,2\n"}
+    others = {"rows.csv": "text,a\nrow,2\n", ".hidden/secret.txt": "hidden"}
+    others |= {"x.jsonl": '{"text": ""}\n\n{"text": "line"}\n', "empty.txt": ""}
+    others |= {"latin.txt": "Möwe".encode("latin-1"), "nul.bin": b"ab\0cd"}
+    source, out = fill(tmp_path / "in", texts | others), tmp_path / "out"
     arguments = [str(source), "--output", str(out), "--validation-fraction", "0.1"]
     assert prepare_text.main(arguments) == 0
     digest = hashlib.sha256(b"text 0").hexdigest()
     said = capsys.readouterr().out
     tokens = [int(line.split()[3].replace(",", "")) for line in said.splitlines()[:2]]
-    assert sum(tokens) == sum(len(text) + 1 for text in texts.values())
+    kept = sorted([*texts.values(), "row", "line"])
+    assert sorted(sum(read_both(out), [])) == kept
+    assert sum(tokens) == sum(len(text) + 1 for text in kept)
     for line in (
-        "skipped: 1, files that are not UTF-8 text; first ",
+        f"skipped: 2, files that are not UTF-8 text; first {source / 'latin.txt'}",
+        f"skipped: 2, empty documents; first {source / 'empty.txt'}",
         f"markup, learned as text: 1, HTML or XML; first {source / 'page.html'}",
         f"markup, learned as text: 1, JSON; first {source / 'q.json'}",
     ):
         assert f"\n{line}" in said, said
     lines = (out / "sources.jsonl").read_text().splitlines()
     facts = {"path": str(source / "0.txt"), "bytes": 6, "sha256": digest}
-    assert len(lines) == 8 and json.loads(lines[0]) == facts
+    assert len(lines) == 13 and json.loads(lines[0]) == facts
     meta = json.loads((out / "meta.json").read_text())
-    assert (meta["sources"]["files"], meta["end_of_document"]) == (8, 256)
+    assert (meta["sources"]["files"], meta["end_of_document"]) == (13, 256)
 
 
 def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
