@@ -12,7 +12,7 @@ from tests.cases import table
 from tests.data import test_packed
 from tests.data.test_packed import overwrite
 from tests.data.test_tokenizer import make_hugging_face
-from tests.fuzzing import altered, fuzz, set_field
+from tests.fuzzing import set_field
 
 DOCUMENTS = {"train": [[5, 6, 256], [7, 256], [8]], "validation": [[1, 2, 3, 256]]}
 
@@ -161,28 +161,3 @@ def test_ids_and_marks_that_no_corpus_has_are_never_read(tmp_path):
     match = r"train\.loss\.bin has weight 7 at place 1, and 1 is the largest"
     with pytest.raises(ValueError, match=match):
         TokenFile.open(directory, "train").weights(np.arange(3))
-
-
-@pytest.mark.parametrize("attempts", [100, pytest.param(2000, marks=pytest.mark.slow)])
-def test_altered_meta_is_what_it_says_or_refused(tmp_path, attempts):
-    directory = write(tmp_path / "corpus")
-    path = directory / "meta.json"
-    meta = json.loads(path.read_text())
-
-    def attempt(rng):
-        path.write_bytes(altered(meta, rng).encode("utf-8", "surrogatepass"))
-        identify(directory)
-        train = TokenFile.open(directory, "train")
-        return train, train.tokens[:]
-
-    def check(found):
-        train, tokens = found
-        said = json.loads(path.read_text())
-        assert tokens.tolist() == [5, 6, 256, 7, 256, 8]
-        assert train.starts.tolist() == [0, 3, 5]
-        for name in ("vocab_size", "largest_token"):
-            value = (said | said["splits"]["train"])[name]
-            assert type(value) is int and value == getattr(train, name) >= 0
-        assert isinstance(train.tokenizer, str) and train.loss_mask is None
-
-    fuzz(attempts, attempt, check, most_bytes=20 << 20)

@@ -93,16 +93,12 @@ def test_a_full_disk_leaves_the_file_of_before(tmp_path):
 # Files that corpora cannot be made of: one clear line each, and nothing written.
 
 TEXTS = [{"text": f"text {number}"} for number in range(9)]
-WRONG = [*TEXTS[:2], {"text": None}]
 FIELD = [{"content": "text"}]
 FEATHER = as_arrow(TEXTS, pa.ipc.new_file)
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 PACKED = pa.compress(as_lines(TEXTS), "gzip", asbytes=True)
-MARKS = b"<|im_start|>user\nHi<|im_end|>"
 HI, HO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 CHAT = [HI, HO]
-EOT = HO | {"content": "<|eot_id|>"}
-LONG = HI | {"content": "long " * 200}
 
 
 def without_shard(root: Path) -> None:
@@ -127,10 +123,9 @@ def rows(**more: Any) -> bytes:
     return as_lines([{"messages": CHAT} | more])
 
 
-KNOWN = vars(tables) | {"TEXTS": TEXTS, "FIELD": FIELD, "WRONG": WRONG, "LFS": LFS}
-KNOWN |= {"FEATHER": FEATHER, "PACKED": PACKED, "MARKS": MARKS, "HI": HI, "HO": HO}
-KNOWN |= {"EOT": EOT, "LONG": LONG, "turns": turns, "rows": rows, "bytes": bytes}
-KNOWN |= {"range": range, "of_splits": of_splits}
+KNOWN = vars(tables) | {"TEXTS": TEXTS, "FIELD": FIELD, "LFS": LFS, "turns": turns}
+KNOWN |= {"FEATHER": FEATHER, "PACKED": PACKED, "HI": HI, "HO": HO, "rows": rows}
+KNOWN |= {"bytes": bytes, "range": range, "of_splits": of_splits}
 KNOWN |= {"without_shard": without_shard, "without_listed": without_listed}
 
 
