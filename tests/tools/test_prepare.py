@@ -77,11 +77,20 @@ def test_what_was_read_is_printed_and_recorded(tmp_path, capsys):
 
 
 def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
-    source = fill(tmp_path / "in", {"a.html": "<html>a", "b.html": "<html>b"})
-    arguments = [str(source), "--output", str(tmp_path / "out")]
+    """More than half of one kind."""
+    texts = {"a.html": "<html>a", "b.html": "<html>b", "c": "{}", "d": "words"}
+    source = fill(tmp_path / "in", texts)
+    arguments = [str(source), "--output", str(tmp_path / "half")]
+    assert prepare_text.main(arguments) == 0
+    (source / "d").unlink()
+    arguments[2] = str(tmp_path / "out")
     assert prepare_text.main(arguments) == 1
+    said = (
+        f"error: 2 of 3 documents have markup (HTML or XML), as {source}/a.html, which"
+    )
+    assert said in capsys.readouterr().err
     assert prepare_text.main([*arguments, "--keep-markup"]) == 0
-    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["<html>a", "<html>b"]
+    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["<html>a", "<html>b", "{}"]
 
 
 def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
