@@ -18,7 +18,6 @@ from models.memory import Execution
 from models.rope import rotations
 from models.sizes import DecoderConfig
 from tasks.text import TextRun
-from tests.cases import table
 from tests.cases.attention import LAYOUTS
 from tests.small.models import partition_of
 from tests.tools import hf_models
@@ -59,26 +58,6 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     assert followers.size == 32
     best = logits.argmax(axis=-1)[hf_models.PROMPT - 1 : -1]
     np.testing.assert_array_equal(best, followers)
-
-
-LEFT_OUT = [(*case, "", (), 0) for case in table("models.txt", "left_out")]
-LEFT_OUT += [("qwen3_5", {}, *case) for case in table("models.txt", "other", at=np.s_)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "parts", "other", "place", "value"), LEFT_OUT)
-def test_a_part_left_out_is_seen(name, parts, other, place, value):
-    config, partition = hf_models.run_config(name), partition_of(MeshShape())
-    model = TextRun(config, partition).model
-    parameters = hf_models.loaded(name, model, partition)
-    if other:
-        *module, last = other.split(".")
-        own = functools.reduce(lambda tree, key: tree[key], module, parameters)
-        own[last] = own[last].at[place].set(value)
-    config.update(model=parts, attention="vanilla")
-    tokens, expected = hf_models.expected(name)
-    wrong = hf_models.logits(config, partition)(parameters, tokens)
-    assert np.abs(wrong - expected).max() > 2e-3
 
 
 # The attention of gpt-oss as a layer: its sinks, windows, biases and YaRN.
