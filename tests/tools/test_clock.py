@@ -77,14 +77,6 @@ def make_ring(length, size=64, layout=None, mask=CAUSAL, head_dim=128, **fields)
     return Ring(sequence, 1, Heads(8, 8, head_dim), sent=128, **values)
 
 
-def per_pair(chip, length, direction):
-    """Seconds of a visible pair in a striped ring, by those of a full tile."""
-    ring = make_ring(length)
-    seconds = ring.times(chip, direction).kernels / 64 / 8
-    full = clock.speed(chip, direction).full
-    return seconds / (length**2 / 2) * TILE**2 / full
-
-
 (MESHES,) = (page for page in PAGES if str(page) == "docs/meshes.md")
 MEASURED = re.findall(r"^\| (\d+) Ki ((?:\| [\d.]+ [\d.]+ ){4})\|$", MESHES.text, re.M)
 
@@ -92,10 +84,13 @@ MEASURED = re.findall(r"^\| (\d+) Ki ((?:\| [\d.]+ [\d.]+ ){4})\|$", MESHES.text
 @pytest.mark.parametrize("kilo, cells", MEASURED)
 def test_short_shards_take_as_long_as_kernels_that_were_compiled(kilo, cells):
     """Of docs/meshes.md, by summing every part of the kernels at each length."""
-    values = iter(map(float, re.findall(r"[\d.]+", cells)))
+    values, length = iter(map(float, re.findall(r"[\d.]+", cells))), 1024 * int(kilo)
     for chip in (V4, V5E, V5P, V6E):
         for direction in PRODUCTS:
-            found = per_pair(chip, 1024 * int(kilo), direction)
+            seconds = make_ring(length).times(chip, direction).kernels / 64 / 8
+            # Of a visible pair, by that of a full tile.
+            full = clock.speed(chip, direction).full / TILE**2
+            found = seconds / (length**2 / 2) / full
             assert found == pytest.approx(next(values), rel=0.1), chip.name
 
 

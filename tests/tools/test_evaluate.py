@@ -207,12 +207,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def evaluate_loss(workdir: Path, output: Path, *flags: str) -> list[dict[str, Any]]:
-    path = str(output / "losses.json")
-    assert loss.main([f"--workdir={workdir}", *flags, "--output", path]) == 0
-    return json.loads((output / "losses.json").read_text())
-
-
 def written_out(corpus: Path, workdir: Path, tokens: int) -> dict:
     """Losses of the tokens of all rows, by part: float64, one device, by a loop."""
     fields = {"attention": "vanilla", "data__context_tokens": tokens}
@@ -250,8 +244,10 @@ def test_losses_of_all_parts_are_those_written_out(
     corpus, run, tmp_path, capsys, tokens, flags
 ):
     flags = [f"--config.data.context_tokens={tokens}", *flags]
-    flags += ["--corpus", str(corpus)]
-    *parts, whole = evaluate_loss(run, tmp_path, *flags)
+    output = tmp_path / "losses.json"
+    flags += ["--corpus", str(corpus), "--output", str(output)]
+    assert loss.main([f"--workdir={run}", *flags]) == 0
+    *parts, whole = json.loads(output.read_text())
     wanted = written_out(corpus, run, tokens)
     assert [part["below"] for part in parts] == sorted(wanted)
     assert (whole["from"], whole["below"]) == (0, None)

@@ -97,14 +97,6 @@ def test_tables_have_the_plans_memory_and_what_a_device_costs():
 LIMIT = 1000.0
 
 
-def assert_is_longest(best, peak_of, unit=256):
-    """Against trying everything up to the first that does not fit."""
-    longest = 0
-    while (peak := peak_of(longest + unit)) is not None and peak <= LIMIT:
-        longest += unit
-    assert best <= longest <= best + max(unit, TOLERANCE * longest)
-
-
 PEAKS = [
     (first, lambda context, fixed=fixed: fixed + math.ceil(context / 40), 6)
     for fixed in (0, 400, 900)
@@ -120,8 +112,12 @@ PEAKS += [
 @pytest.mark.parametrize(("first", "peak_of", "most"), PEAKS)
 def test_the_longest_context_takes_few_tries_from_anywhere(first, peak_of, most):
     """Of memory on a line, where the compiler refuses, and with jumps."""
-    tries = mock.Mock(side_effect=peak_of)
-    assert_is_longest(longest_context(tries, first, 256, LIMIT), peak_of)
+    tries, unit, longest = mock.Mock(side_effect=peak_of), 256, 0
+    best = longest_context(tries, first, unit, LIMIT)
+    # Against trying everything up to the first that does not fit.
+    while (peak := peak_of(longest + unit)) is not None and peak <= LIMIT:
+        longest += unit
+    assert best <= longest <= best + max(unit, TOLERANCE * longest)
     assert tries.call_count <= most
 
 

@@ -108,11 +108,6 @@ CONTEXTS = {"compact": 256, "letters": 160, "LRT": 2000, "LRT-NL": 2000}
 SIZES = {"train": 4000, "validation": 1000}
 
 
-def draws(source: LineDocuments, count: int = 40) -> list:
-    rng = np.random.default_rng(1)
-    return [source.draw(rng) for _ in range(count)]
-
-
 def parts(document) -> list[tuple[str, bool]]:
     """Texts that are answers, and those that are not, in turn, without the end."""
     assert document.tokens[-1] == BYTES.end_of_document
@@ -125,8 +120,8 @@ def parts(document) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("name", FORMS)
 def test_documents_have_all_lengths_and_each_answer_is_what_its_line_says(name):
     form, context = FORMS[name], CONTEXTS[name]
-    source = LineDocuments(form, BYTES, context)
-    counts, documents = [], draws(source)
+    source, rng = LineDocuments(form, BYTES, context), np.random.default_rng(1)
+    counts, documents = [], [source.draw(rng) for _ in range(40)]
     sizes = [document.tokens.size for document in documents]
     assert 0.7 * context < max(sizes) <= context and len(set(sizes)) > 15
     assert min(sizes) >= source.least_tokens - 20 * len(form.line)

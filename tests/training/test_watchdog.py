@@ -5,7 +5,6 @@ import json
 import signal
 import tempfile
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -132,15 +131,6 @@ def test_ctrl_c_while_a_run_imports_shows_no_stack():
     assert run_program("-c", IMPORTS, timeout=60) == (-signal.SIGINT, "", "")
 
 
-def steps_traced(directory: Path) -> set[int]:
-    """The numbers of the steps in the only trace there."""
-    (path,) = directory.glob("plugins/profile/*/*.trace.json.gz")
-    assert path.with_name(path.name.replace("trace.json.gz", "xplane.pb")).is_file()
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    named = [event for event in events if event.get("name") == "train"]
-    return {int(event["args"]["step_num"]) for event in named}
-
-
 def run(profiler: Profiler, steps: int) -> None:
     double = jax.jit(lambda x: 2 * x)
     x = jnp.ones(())
@@ -157,7 +147,11 @@ def test_the_steps_asked_for_are_traced(tmp_path, asked, last):
     """Also in a run that ends in between."""
     said: list[str] = []
     run(Profiler(asked, str(tmp_path), said.append), steps=last)
-    assert steps_traced(tmp_path) == {2, 3}
+    (path,) = tmp_path.glob("plugins/profile/*/*.trace.json.gz")
+    assert path.with_name(path.name.replace("trace.json.gz", "xplane.pb")).is_file()
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    named = [event for event in events if event.get("name") == "train"]
+    assert {int(event["args"]["step_num"]) for event in named} == {2, 3}
     assert said == [f"trace: {tmp_path}/plugins/profile, for xprof"]
 
 
