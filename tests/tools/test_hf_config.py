@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from data.json_text import parse_json
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig
-from tests import cases
-from tests.cases import pairs
-from tests.fuzzing import altered, fuzz
+from tests.cases import pairs, table
 from tools.lib.hf.config import (
     config_fields,
     context_change,
@@ -22,7 +19,7 @@ from tools.lib.hf.config import (
 from tools.lib.hf.fields import BY_TYPE
 
 
-def table(name: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def records(name: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Model, fields of config.json, and of its record, of each line."""
     found = []
     for case, said in pairs(name):
@@ -34,7 +31,7 @@ def table(name: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 PUBLISHED, RECORDS = {}, {}
-for name, fields, parts in table("published_configs.txt"):
+for name, fields, parts in records("published_configs.txt"):
     PUBLISHED[name], RECORDS[name] = fields, LanguageModelConfig(**parts)
 LLAMA3_8B, QWEN25_7B = PUBLISHED["LLAMA3_8B"], PUBLISHED["QWEN25_7B"]
 
@@ -63,7 +60,7 @@ def test_published_models_are_read_and_written_as_the_same_model(name):
             assert written[name] == text_fields(original).get(name)
 
 
-@pytest.mark.parametrize(("name", "changes", "parts"), table("changed_configs.txt"))
+@pytest.mark.parametrize(("name", "changes", "parts"), records("changed_configs.txt"))
 def test_fields_of_other_versions_are_read(name, changes, parts):
     fields = (PUBLISHED[name] | changes).items()
     config = model_config({n: value for n, value in fields if value != "..."})
@@ -115,45 +112,6 @@ def test_what_models_here_have_not_is_refused_by_field(fields, complaint):
 
 
 SIZES = (64, 128, 2, 4, 2, 16, 1e6)
-# Fields of config.json, and ours.
-THEIRS = "vocab_size hidden_size intermediate_size num_hidden_layers rope_theta "
-THEIRS += "num_attention_heads num_key_value_heads head_dim rms_norm_eps"
-OURS = "vocab_size hidden_size feed_forward_size num_layers rope_theta "
-OURS += "num_heads num_kv_heads head_dim norm_epsilon"
-NAMES = dict(zip(THEIRS.split(), OURS.split(), strict=True))
-
-
-@pytest.mark.parametrize(
-    "attempts", [300, pytest.param(10_000, marks=pytest.mark.slow)]
-)
-def test_an_altered_config_is_what_it_says_or_refused(attempts):
-    scaled = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
-    scaled |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
-    whole = LLAMA3_8B | {"rope_scaling": scaled, "max_position_embeddings": 131072}
-    whole |= {"head_dim": 128, "tie_word_embeddings": False}
-    said = {}
-
-    def attempt(rng):
-        said.clear()
-        said.update(parse_json(altered(whole, rng)))
-        return model_config(said)
-
-    def check(config):
-        known = {name: value for name, value in said.items() if value is not None}
-        size, heads = known["hidden_size"], known["num_attention_heads"]
-        fields = {"num_key_value_heads": heads, "head_dim": size // heads}
-        fields |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4} | known
-        for theirs, ours in NAMES.items():
-            assert getattr(config, ours) == fields[theirs]
-        assert config.tied_embeddings is known.get("tie_word_embeddings", False)
-        scaling = dataclasses.asdict(config.rope_scaling)
-        fields = {"rope_type": "none"} | known.get("rope_scaling", {})
-        fields = {name: value for name, value in fields.items() if value is not None}
-        assert scaling | fields == scaling
-        assert all(type(value) in (int, float, str, bool) for value in scaling.values())
-        assert model_config(config_fields(config, "float32", said)) == config
-
-    fuzz(attempts, attempt, check, most_bytes=20 << 20)
 
 
 def test_ntk_is_written_as_the_theta_that_it_is():
@@ -180,9 +138,7 @@ def test_fields_of_the_original_are_kept_but_for_the_models_own():
     assert written.keys().isdisjoint({"rope_parameters", "dtype"})
 
 
-@pytest.mark.parametrize(
-    "tokens, scaling, longest", cases.table("models.txt", "longest")
-)
+@pytest.mark.parametrize("tokens, scaling, longest", table("models.txt", "longest"))
 def test_the_longest_context_is_that_of_the_run(tokens, scaling, longest):
     scaling = RopeScaling(*scaling)
     config = LanguageModelConfig(*SIZES, vocab_size=300, rope_scaling=scaling)
