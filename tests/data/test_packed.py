@@ -18,7 +18,7 @@ from data.text import token_file
 from data.text.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokenizer import ByteTokenizer
 from tests.cases import table
-from tests.fuzzing import altered, fuzz, set_field
+from tests.fuzzing import set_field
 
 
 def write(directory, size=4):
@@ -336,30 +336,3 @@ def test_best_episodes_hold_a_tenth_of_the_steps():
             top_episodes(returns, lengths, share)
     equal = np.ones(20)
     assert top_episodes(equal, np.full(20, 1000)).tolist() == [19, 18]
-
-
-@pytest.mark.parametrize("attempts", [100, pytest.param(2000, marks=pytest.mark.slow)])
-def test_altered_index_is_what_it_says_or_refused(tmp_path, attempts):
-    directory = write_episodes(tmp_path / "run", some_episodes([3, 3, 4]))
-    path = directory / "index.json"
-    index, steps = json.loads(path.read_text()), TrajectoryFile.open(directory).steps[:]
-
-    def attempt(rng):
-        path.write_bytes(altered(index, rng).encode("utf-8", "surrogatepass"))
-        identify_steps(directory)
-        file = TrajectoryFile.open(directory)
-        return file, file.read(np.arange(10))
-
-    def check(found):
-        file, read = found
-        said = json.loads(path.read_text())
-        np.testing.assert_array_equal(read, steps)
-        assert (file.observation_size, file.action_size) == (3, 2)
-        assert type(file.action_repeat) is int and file.action_repeat > 0
-        assert file.lengths.tolist() == said["lengths"]
-        for name in ("returns", "observation_mean", "observation_std"):
-            expected = np.array(said[name], np.float64)
-            assert np.isfinite(expected).all()
-            np.testing.assert_allclose(getattr(file, name), expected, rtol=1e-6)
-
-    fuzz(attempts, attempt, check, most_bytes=20 << 20)
