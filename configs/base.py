@@ -134,10 +134,10 @@ FIELDS = dict(
     # that are trained, and what updates them: see optimizer.
     compute_dtype="bfloat16",
     # Results of a layer that are kept for the backward: everything, products,
-    # attention, tail, nothing, offload (see models/memory.py).
+    # attention, nothing, offload (see models/memory.py).
     remat="attention",
     # Further GiB of a device for kept results: from the last layer on, as many layers
-    # as fit keep what the next policy keeps (nothing or tail, attention, products).
+    # as fit keep what the next policy keeps (nothing, attention, products).
     # tools/plan_pod.py says how much memory is left.
     remat_budget_gib=0.0,
     # Gather parameters, and scatter gradients, beside products: on v5p, v6e and later

@@ -194,18 +194,6 @@ def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -
         )
 
 
-def front_slots(layout: Layout, ring_size: int, shard_length: int) -> int:
-    """Returns half of a shard's slots if those of all shards begin the sequence, or 0.
-
-    Then the keys that a causal mask shows to the first half of a shard's queries are in
-    the first halves of the shards.
-    """
-    half = shard_length // 2
-    shards, bound = np.arange(ring_size), np.array(half * ring_size)
-    counts = layout.count(shards, bound, ring_size, shard_length)
-    return half if np.all(counts == half) else 0
-
-
 def _slots(shard: Number, shard_length: int) -> Array:
     xp = jnp if isinstance(shard, jax.Array) else np
     return xp.arange(shard_length, dtype=xp.int32)

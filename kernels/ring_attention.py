@@ -45,7 +45,6 @@ def ring_attention(
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
     implementation: str | Backend | None = None,
-    keep_tail: bool = False,
     ulysses_axis: str | None = None,
     route: Route | None = None,
     with_lse: bool = False,
@@ -53,8 +52,8 @@ def ring_attention(
     """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
 
     Arguments and result as in `ring.attend`, q in the order of `layout`; `scale`,
-    `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `keep_tail`,
-    `with_lse` and `ulysses_axis`, whose devices hold a shard's slots in slices, as in
+    `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `with_lse`
+    and `ulysses_axis`, whose devices hold a shard's slots in slices, as in
     `make_ring_attention`; `route`, the ways that keys and values take, by itself half
     of them each way round between TPUs (but v3), else one. The gradient of the sinks is
     that of this device's queries; `shard_map` adds up the devices'. Bounds do not say
@@ -73,11 +72,6 @@ def ring_attention(
     num_keys = size * slices * k.shape[1]
     check_length(layout, size, num_keys, slices)
     visible = checks.checked_bounds(q, Visible(k_start, k_end), num_keys)
-    if keep_tail and q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"keep_tail=True needs as many keys as queries, got shards of {k.shape[1]} "
-            f"and {q.shape[1]} slots: leave it out"
-        )
     scale = checks.checked_scale(scale, q.shape[-1])
     soft_cap = checks.checked_soft_cap(soft_cap)
     sinks = checks.checked_sinks(sinks, q)
@@ -85,8 +79,8 @@ def ring_attention(
     if backend is not reference:
         check_local(backend is not blockwise, q, k, v)
     q, k, v, sinks = varying_alike(q, k, v, sinks)
-    sizes = axis_name, size, layout, scale, backend, soft_cap, keep_tail
-    ring = Ring(*sizes, route=route or all_shards(size, None))
+    route = route or all_shards(size, None)
+    ring = Ring(axis_name, size, layout, scale, backend, soft_cap, route)
     run = functools.partial(attend, ring)
     if ulysses_axis is not None:
         run = functools.partial(over_heads, run, ulysses_axis)
@@ -114,7 +108,6 @@ def make_ring_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     implementation: str | Backend | None = None,
-    keep_tail: bool = False,
     ulysses_axis: str | None = None,
     walks: Sequence[Sequence[int]] | None = None,
     count_steps: bool = False,
@@ -127,11 +120,6 @@ def make_ring_attention(
     batch_axes, head_axis: axes that batch and heads are sharded over, () for none; None
       for those of "data" and "fsdp", and "tensor", that the mesh has.
     layout, scale, soft_cap, implementation: as in `ring_attention`.
-    keep_tail: a checkpoint that saves "attention_out" and "attention_lse" saves those
-      of the last half of each shard's queries (BurstEngine, 2509.19836); the others are
-      a ring of their own, over the first half of the keys, that it reruns: a quarter of
-      a causal, striped ring. For causal masks: an early query that sees a key of the
-      last halves gets nan. Without such halves all is saved: see `layouts.front_slots`.
     ulysses_axis: axis over which each shard's slots are cut in their order, and whose
       devices share out its heads in the ring: see `ulysses`.
     walks: orders in which the ring's devices hand on equal parts of keys and values:
@@ -181,7 +169,6 @@ def make_ring_attention(
         scale=scale,
         soft_cap=soft_cap,
         implementation=implementation,
-        keep_tail=keep_tail,
         ulysses_axis=ulysses_axis,
         with_lse=with_lse,
     )
@@ -220,7 +207,7 @@ def make_ring_attention(
         short = None
         # What shards read is known where those of queries are those of keys.
         is_self = q.shape[1] == k.shape[1]
-        if ring_size > 1 and not keep_tail and is_self:
+        if ring_size > 1 and is_self:
             outline = (limit or mask).outline(queries, k.shape[1])
             short = route_within(outline, layout, ring_size, count_steps)
         route = short or all_shards(ring_size, orders)

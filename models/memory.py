@@ -53,10 +53,7 @@ class Partition(Protocol):
 
 _POLICIES = jax.checkpoint_policies
 
-# Of the last half of each device's tokens, if the ring has `keep_tail`; then the others
-# are those of the first half.
-_TAIL = "attention_out", "attention_lse"
-_RESULT = *_TAIL, "attention_front_out", "attention_front_lse"
+_RESULT = "attention_out", "attention_lse"
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     # Everything: the fastest, where memory suffices.
@@ -66,9 +63,6 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     "nothing": _POLICIES.nothing_saveable,
     # Also the attention's result: the ring runs once.
     "attention": _POLICIES.save_only_these_names(*_RESULT),
-    # Half of the attention's result: of the last tokens, which take three quarters of a
-    # causal ring; the ring of the first half runs again (BurstEngine, 2509.19836).
-    "tail": _POLICIES.save_only_these_names(*_TAIL),
     # Also products with parameters, but for those of a feed-forward in chunks.
     "products": _POLICIES.save_from_both_policies(
         _POLICIES.dots_with_no_batch_dims_saveable,
@@ -84,11 +78,11 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 """Policies of `jax.checkpoint`; None for no rematerialisation."""
 
-NEXT = {"nothing": "attention", "tail": "attention", "attention": "products"}
+NEXT = {"nothing": "attention", "attention": "products"}
 """Policies that keep more: a budget of memory climbs them."""
 
-RERUN = "nothing", "offload", "tail"
-"""Policies with which a layer's backward runs its ring again, or half of it."""
+RERUN = "nothing", "offload"
+"""Policies with which a layer's backward runs its ring again."""
 
 
 def remat(layer: Callable, policy: str) -> Callable:
@@ -144,9 +138,10 @@ class Execution:
 
     def __post_init__(self):
         if self.remat not in REMAT_POLICIES:
-            raise ValueError(
-                f"remat={self.remat!r} must be one of {', '.join(REMAT_POLICIES)}"
-            )
+            wanted = f"must be one of {', '.join(REMAT_POLICIES)}"
+            if self.remat == "tail":  # which older programs had
+                wanted = "is gone: set it to attention, or for less memory to nothing"
+            raise ValueError(f"remat={self.remat!r} {wanted}")
 
     def __str__(self) -> str:
         text = f"remat {self.remat}, feed-forward {_tokens(self.feed_forward_chunk)}"
@@ -189,8 +184,8 @@ class Kept:
         """
         sizes, tensor = self.sizes, self.tensor
         heads = sizes.num_heads // tensor
-        share = {"nothing": 0, "offload": 0, "tail": 0.5}.get(policy, 1)
-        kept = sizes.hidden_size + share * heads * sizes.head_dim
+        heads_kept = 0 if policy in RERUN else heads
+        kept = sizes.hidden_size + heads_kept * sizes.head_dim
         if policy in ("products", "everything"):
             kept += (heads + 2 * sizes.num_kv_heads // tensor) * sizes.head_dim
             kept += sizes.hidden_size  # the attention's projection
@@ -198,7 +193,7 @@ class Kept:
                 kept += 2 * sizes.feed_forward_size // tensor  # gate and up
                 # Down's, where a norm after it needs it in the backward.
                 kept += sizes.hidden_size * (sizes.norms != "before")
-        return int(self.tokens * (kept * self.itemsize + share * heads * 4))
+        return self.tokens * (kept * self.itemsize + heads_kept * 4)
 
     def of(self, execution: Execution) -> int:
         """Returns the bytes that all layers keep."""

@@ -113,7 +113,7 @@ class AgentRun(Run):
         """Raises ValueError as `Run` does, or if no chain divides into the context."""
         super().check_batch()
         config, agent = self.config, self.config.agent
-        parts = self.row_parts, self.partition.slices
+        parts = self.partition.ring_size, self.partition.slices
         divisor = self.step_tokens * layouts.divisor(self.step_layout, *parts)
         chain = self.step_tokens * agent.chain_length * agent.episode_steps
         context = config.data.context_tokens

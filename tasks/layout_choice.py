@@ -91,17 +91,14 @@ def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
     layouts = [run.system.layout]
     if ring_size == 1:
         return options(layouts, may_count=False)
-    is_tail = config.remat == "tail"
     if (every or config.attention == AUTO) and config.task == "text":
-        layouts = layouts_of(run.row_parts, config.data.context_tokens)
+        layouts = layouts_of(ring_size, config.data.context_tokens)
         if config.attention != AUTO and run.system.layout not in layouts:
             layouts.append(run.system.layout)  # which may need more padding
-        if is_tail:  # of halves that all begin the sequence
-            layouts = [x for x in layouts if isinstance(x, Striped)]
     if config.model.delta_convolution:  # whose state goes through runs of tokens
         layouts = [x for x in layouts if x != Striped()] or layouts
     is_packed = config.task == "text" and config.data.rows != "documents"
-    found = options(layouts, may_count=is_packed and not is_tail)
+    found = options(layouts, may_count=is_packed)
     tensor, kv_heads = run.partition.mesh.shape["tensor"], config.model.num_kv_heads
     is_refused = kv_heads % tensor  # by the model, in its own words
     is_alone = len(found) == 1 and not rings_both_ways(chip.device_kinds[0])
@@ -183,13 +180,8 @@ def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
         again = 2 if settings.remat in RERUN else 1
         mine = (k.window for k in kinds[first : first + count] if not k.is_delta)
         for window, layers in Counter(mine).items():
-            ring, times = rings[window], layers * config.train.microbatches
-            if config.remat == "tail":  # then every layer's forward is two rings
-                # The first half of the queries sees half of the keys.
-                front, tail = ring.part("front"), ring.part("tail")
-                passes += [(again * times, front, "forward"), (times, tail, "forward")]
-            else:
-                passes.append((again * times, ring, "forward"))
+            times = again * layers * config.train.microbatches
+            passes.append((times, rings[window], "forward"))
         first += count
     return passes + [
         (layers * config.train.microbatches, rings[window], "backward")
@@ -212,7 +204,6 @@ def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
         Heads(*heads, run.compute_dtype.itemsize),
         chip,
         counts=choice.count_steps,
-        is_whole=config.remat == "tail",
         one_way=choice.one_way,
     )
 

@@ -24,7 +24,7 @@ from kernels.compiler import compiler_options
 from kernels.cost.choice import Choice, default_granule, known_chip
 from kernels.cost.work import Row
 from kernels.delta_attention import checked_runs, make_delta_attention
-from kernels.layouts import Layout, Striped, padded_length
+from kernels.layouts import Layout, padded_length
 from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
 from models.memory import Execution, Kept
@@ -132,7 +132,7 @@ class Run:
 
     @functools.cached_property
     def system(self) -> AttentionSystem:
-        row = self.row_parts, self.config.data.context_tokens
+        row = self.partition.ring_size, self.config.data.context_tokens
         return attention_system(self.config, default_granule(*row, self._device_kind))
 
     @functools.cached_property
@@ -168,11 +168,6 @@ class Run:
     def mask(self) -> DocumentMask:
         return document_mask(self.config)
 
-    @property
-    def row_parts(self) -> int:
-        """Parts of a row: shards, or their halves where remat is tail."""
-        return self.partition.ring_size * (2 if self.config.remat == "tail" else 1)
-
     @functools.cached_property
     def token_shape(self) -> tuple[int, int]:
         """Rows of the global batch, and slots of each.
@@ -181,8 +176,9 @@ class Run:
         shard.
         """
         data = self.config.data
-        parts = self.row_parts, data.context_tokens, self.partition.slices
-        return data.batch_rows, padded_length(self.layout, *parts)
+        ring, slices = self.partition.ring_size, self.partition.slices
+        slots = padded_length(self.layout, ring, data.context_tokens, slices)
+        return data.batch_rows, slots
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -201,10 +197,9 @@ class Run:
         return self.partition.sharding(("batch", "sequence"), self.shape)
 
     def check_batch(self) -> None:
-        """Raises ValueError if a batch cannot lie on the mesh.
+        """Raises ValueError if the rows of a microbatch do not divide over the mesh.
 
-        That is if the rows of a microbatch do not divide over it, or if remat is of
-        tails that the layout does not have.
+        Or if shards are too short for the layers' convolution.
         """
         config, rows, found = self.config, self.config.data.batch_rows, []
         parts = config.train.microbatches * self.partition.shards("batch")
@@ -217,15 +212,9 @@ class Run:
                 f"make it a multiple of {parts}, the next is "
                 f"{max(1, -(-rows // parts)) * parts}"
             )
-        # First halves in zigzag are a contiguous ring, which takes half of the time.
-        ring, layout = self.partition.ring_size, self.system.layout
-        if config.remat == "tail" and ring > 1 and not isinstance(layout, Striped):
-            found.append(
-                f"{config.remat=} needs a ring of 1, or stripes, got {layout} on "
-                f"{ring}: set config.attention=striped, or config.remat=attention"
-            )
         if reach := max(config.model.delta_convolution - 1, 0):
-            runs = self.layout, ring, self.token_shape[1], self.partition.slices
+            partition, slots = self.partition, self.token_shape[1]
+            runs = self.layout, partition.ring_size, slots, partition.slices
             try:
                 checked_runs(*runs, reach)
             except ValueError as error:
@@ -295,7 +284,6 @@ class Run:
             ring_axes=partition.axes("ring"),
             **self.scores,
             implementation=self.implementation,
-            keep_tail=self.config.remat == "tail",
             ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
             walks=one_way,
             count_steps=self.choice.count_steps,

@@ -143,11 +143,6 @@ def document_mask(config: ConfigDict) -> DocumentMask:
         )
     if not mask.prefix:
         return mask
-    if config.remat == "tail":
-        raise ValueError(
-            f"{config.mask=} shows tokens ahead, and {config.remat=} needs a causal "
-            "mask: set config.remat=attention"
-        )
     if mask.prefix >= config.data.context_tokens:
         raise ValueError(
             f"{config.mask=} leaves no token with a loss: its prefix must be below "
@@ -175,19 +170,20 @@ def check_execution(config: ConfigDict) -> Execution:
         )
     if not 0 <= config.remat_budget_gib < math.inf:
         raise ValueError(f"{config.remat_budget_gib=} must be a number, at least 0")
-    if config.remat_budget_gib and config.remat not in (*NEXT, "products"):
-        raise ValueError(
-            f"{config.remat_budget_gib=} is for what layers keep beyond one of "
-            f"{', '.join(NEXT)}, got {config.remat=}: set it to 0"
-        )
     is_chunked = attention_system(config).chunked
-    return Execution(
+    execution = Execution(
         compute_dtype=jnp.dtype(config.compute_dtype),
         remat=config.remat,
         feed_forward_chunk=config.feed_forward_chunk_tokens if is_chunked else 0,
         attention_parts=config.attention_parts,
         loss_chunk=config.loss_chunk_tokens,
     )
+    if config.remat_budget_gib and config.remat not in (*NEXT, "products"):
+        raise ValueError(
+            f"{config.remat_budget_gib=} is for what layers keep beyond one of "
+            f"{', '.join(NEXT)}, got {config.remat=}: set it to 0"
+        )
+    return execution
 
 
 def chosen_execution(

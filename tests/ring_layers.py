@@ -48,7 +48,6 @@ def striped_attention(
     mesh: Mesh,
     backend: Backend,
     tokens: int,
-    keep_tail: bool = False,
     route: Route = ONE_WAY,
     mask: masks.Mask = masks.causal(),
 ) -> Attend:
@@ -62,7 +61,7 @@ def striped_attention(
     index = layout.order(layout.Striped(), mesh.size, length)
     bounds = [jnp.asarray(bound) for bound in mask(index, length).intervals()]
     sizes = "ring", mesh.size, layout.Striped(), HEAD_DIM**-0.5
-    this_ring = ring.Ring(*sizes, backend, keep_tail=keep_tail, route=route)
+    this_ring = ring.Ring(*sizes, backend, route=route)
     attend = jax.shard_map(
         lambda q, k, v, *bounds: ring.attend(this_ring, q, k, v, None, *bounds)[0],
         mesh=mesh,
@@ -96,7 +95,6 @@ def layers_gradient(
     backend: Backend,
     tokens: int,
     kv_heads=HEADS,
-    keep_tail=False,
     route: Route = ONE_WAY,
     heads=HEADS,
     mask: masks.Mask = masks.causal(),
@@ -106,7 +104,7 @@ def layers_gradient(
     Layers save what the ring gives. Arguments as of `striped_attention`; kv_heads: that
     the query heads share.
     """
-    attend = striped_attention(mesh, backend, tokens, keep_tail, route, mask)
+    attend = striped_attention(mesh, backend, tokens, route, mask)
     names = "attention_out", "attention_lse"
     saved = jax.checkpoint_policies.save_only_these_names(*names)
 

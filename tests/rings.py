@@ -59,7 +59,6 @@ def device_program(
     layout_name: str,
     backend: Backend,
     soft_cap: float | None = None,
-    keep_tail: bool = False,
     route: Route = ONE_WAY,
     axes: tuple[str, ...] = ("ring",),
 ) -> Run:
@@ -71,7 +70,7 @@ def device_program(
     def run(q, k, v, do, d_lse, k_start, k_end, sinks):
         scale = q.shape[-1] ** -0.5
         sizes = "ring", ring_size, LAYOUTS[layout_name], scale
-        this_ring = ring.Ring(*sizes, backend, soft_cap, keep_tail, route)
+        this_ring = ring.Ring(*sizes, backend, soft_cap, route)
         attend = functools.partial(ring.attend, this_ring)
         if len(axes) > 1:
             attend = functools.partial(over_heads, attend, axes[1])
@@ -91,7 +90,6 @@ def sharded_ring(
     layout_name: str,
     backend: Backend,
     soft_cap: float | None = None,
-    keep_tail: bool = False,
     route: Route = ONE_WAY,
     slices: int = 1,
 ) -> Run:
@@ -99,7 +97,7 @@ def sharded_ring(
     mesh = ring_mesh(ring_size, slices)
     axes = mesh.axis_names
     specs = {ARRAY: P(None, axes), ROW: P(None, None, axes), SINKS: P()}
-    options = soft_cap, keep_tail, route, axes
+    options = soft_cap, route, axes
     return jax.shard_map(
         device_program(ring_size, layout_name, backend, *options),
         mesh=mesh,

@@ -154,15 +154,14 @@ class Ring:
         chip: Chip,
         *,
         counts: bool = False,
-        is_whole: bool = False,
         one_way: bool = False,
     ) -> "Ring":
         """Computes it for devices of a chip.
 
-        counts: whether the ring may end where the documents do. is_whole: whether all
-          shards go all the way, whatever the row shows. one_way: as far as all do.
+        counts: whether the ring may end where the documents do.
+        one_way: whether keys go one way round, as far as all shards visit all devices.
         """
-        route = _route(sequence, chip, counts, is_whole, one_way)
+        route = _route(sequence, chip, counts, one_way)
         sent = padded(heads.size) if chip.name.startswith("TPU") else heads.size
         count = None
         if isinstance(route, Counted):
@@ -173,7 +172,9 @@ class Ring:
     @property
     def keys_bytes(self) -> float:
         """Bytes of a shard's keys and values."""
-        numbers = 2 * self.rows * self.sequence.keys * self.heads.key_value * self.sent
+        numbers = (
+            2 * self.rows * self.sequence.length * self.heads.key_value * self.sent
+        )
         return numbers * self.heads.itemsize
 
     @property
@@ -186,15 +187,11 @@ class Ring:
         """Query-key pairs of all rows: see `Sequence.area`."""
         return self.rows * self.sequence.area
 
-    def part(self, name: str) -> "Ring":
-        """Returns the ring of the "front" or the "tail" of the queries."""
-        return replace(self, sequence=replace(self.sequence, part=name))
-
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The chunks that the ring sends; counted ones as far as the count."""
         size = self.sequence.ring_size
-        found = self.route.schedule(size, self.heads.key_value, self.sequence.keys)
+        found = self.route.schedule(size, self.heads.key_value, self.sequence.length)
         if size == 1 or self.count is None:
             return found
         return Schedule(
@@ -249,13 +246,9 @@ class Ring:
             passes = -(-self.heads.size // COLUMNS.get(chip.name, LANES))
             waited = self.rows * self.heads.key_value * WAITED[direction] * width
             waited /= chip.hbm_bytes_per_second
-        found, begin = [], self.sequence.slots[0]
+        found = []
         for chunk in self.schedule.chunks:
-            first, end = chunk.slots
-            sequence, span = self.sequence, (begin + first, begin + end)
-            if span != sequence.slots:
-                sequence = replace(sequence, span=span)
-            work = sequence.work()
+            work = self.sequence.work(chunk.slots)
             others = (work.partial - work.rows).clip(0)
             tiles = passes * work.pairs / TILE**2 * each.full
             tiles += passes * (work.partial - others) * each.diagonal
@@ -307,7 +300,7 @@ class Ring:
             if 2 * shifts > order.length:
                 shifts, order = order.length - shifts, order.reversed()
             heads = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
-            slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.keys
+            slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.length
             links[order] += shifts * heads * slots * size
         sizes = list(links.values())
         if not chip.name.startswith("TPU"):
@@ -328,14 +321,12 @@ def sampled(steps: int) -> list[tuple[int, float]]:
     return [(0, 1.0), *((step, weight) for step in others), (steps - 1, 1.0)]
 
 
-def _route(
-    sequence: Sequence, chip: Chip, counts: bool, is_whole: bool, one_way: bool
-) -> Route:
+def _route(sequence: Sequence, chip: Chip, counts: bool, one_way: bool) -> Route:
     """Returns the route that `make_ring_attention` chooses on these chips."""
     kind, size, row = chip.device_kinds[0], sequence.ring_size, sequence.row
     is_both = rings_both_ways(kind) and not one_way
     whole = AllShards(both_ways(size) if is_both else (), cores=kernel_cores(kind))
-    if size == 1 or is_whole or not (row.window or counts):
+    if size == 1 or not (row.window or counts):
         return whole
     return _short_route(row, sequence.layout, size, sequence.length, counts) or whole
 

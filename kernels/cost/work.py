@@ -107,36 +107,12 @@ class Sequence:
     """A row over a ring.
 
     length: slots of a shard.
-    part: "front" for the first half of a shard's queries on the first half of the keys,
-      "tail" for the second on all; see `make_ring_attention`'s keep_tail.
-    span: slots [begin, end) of a shard's keys, of a piece; None for all of that.
     """
 
     row: Row
     layout: Layout
     ring_size: int
     length: int
-    part: str = "whole"
-    span: tuple[int, int] | None = None
-
-    @property
-    def queries(self) -> range:
-        """Slots of a shard's queries."""
-        half = self.length // 2
-        parts = {"front": range(half), "tail": range(half, self.length)}
-        return parts.get(self.part, range(self.length))
-
-    @property
-    def slots(self) -> tuple[int, int]:
-        """Slots of a shard's keys, [begin, end)."""
-        half = self.length // 2 if self.part == "front" else self.length
-        return self.span or (0, half)
-
-    @property
-    def keys(self) -> int:
-        """How many those are."""
-        begin, end = self.slots
-        return end - begin
 
     @property
     def devices(self) -> np.ndarray:
@@ -144,9 +120,9 @@ class Sequence:
         few = min(self.ring_size, MOST_DEVICES)
         return np.linspace(0, self.ring_size - 1, few).astype(np.int32)
 
-    def work(self) -> Work:
-        """Counts the work; kept for the next time."""
-        return _work(self)
+    def work(self, slots: tuple[int, int] | None = None) -> Work:
+        """Counts the work on some slots [begin, end) of the shards' keys, or on all."""
+        return _work(self, slots or (0, self.length))
 
     @property
     def area(self) -> float:
@@ -158,23 +134,23 @@ class Sequence:
 
 
 @functools.lru_cache(maxsize=256)
-def _work(sequence: Sequence) -> Work:
-    queries, keys = len(sequence.queries), sequence.keys
-    begin, end = sequence.slots
+def _work(sequence: Sequence, slots: tuple[int, int]) -> Work:
+    begin, end = slots
+    queries, keys = sequence.length, end - begin
     shape, devices = (sequence.ring_size, sequence.length), sequence.devices
     many = (sequence.ring_size, sequence.row.intervals, devices.size)
     sources = np.arange(sequence.ring_size, dtype=np.int32)[:, None, None, None]
-    slots = np.asarray(sequence.layout.index(devices[:, None], *shape))  # (devices, L)
+    index = np.asarray(sequence.layout.index(devices[:, None], *shape))  # (devices, L)
 
     def ranges(piece: int) -> TileRanges:
         first = np.arange(0, queries, piece)
         last = np.minimum(first + piece, queries) - 1
-        edges = sequence.queries.start + np.stack((first, last), 1).ravel()
+        edges = np.stack((first, last), 1).ravel()
         k_start, k_end = (
             (
                 sequence.layout.count(sources, bound, *shape).clip(begin, end) - begin
             ).reshape(-1, edges.size)  # (N * m * devices, 2 n)
-            for bound in sequence.row.at(slots[:, edges])
+            for bound in sequence.row.at(index[:, edges])
         )
         return key_ranges(k_start, k_end, 2, piece)
 

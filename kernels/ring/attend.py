@@ -49,7 +49,6 @@ from ..backends.steps import (
     nothing,
 )
 from ..device import is_cpu
-from ..layouts import front_slots
 from ..masks import Visible
 from ..merge import added, merge
 from ..precision import product
@@ -83,46 +82,19 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, sinks, k_start, k_end):
-    length = k.shape[1]
-    keys = front_slots(ring.layout, ring.size, length) if ring.keep_tail else 0
-    rows = q.shape[1] // 2 if keys else 0
-    qkv, visible, front = (q, k, v), Visible(k_start, k_end), ()
-    if rows:
-        front = _attend_rows(ring, slice(rows), keys, qkv, sinks, visible)
-        qkv, _ = lax.optimization_barrier((qkv, front))  # one ring after the other
-    tail = _attend_rows(ring, slice(rows, None), length, qkv, sinks, visible)
-    # Named here, where the backward's residuals are made, so that a remat policy can
-    # save these two and not rerun the ring (names given outside have no effect).
-    out, lse = map(checkpoint_name, tail, ("attention_out", "attention_lse"))
-    if front:
-        names = "attention_front_out", "attention_front_lse"
-        early, early_lse = map(checkpoint_name, front, names)
-        out = jnp.concatenate([early, out], axis=1)  # (B, L, H, D)
-        lse = jnp.concatenate([early_lse, lse], axis=2)  # (B, H, L)
-    return (out, lse), (q, k, v, sinks, k_start, k_end, out, lse)
-
-
-def _attend_rows(ring, rows, keys, qkv, sinks, visible):
-    """Attends with a slice of the queries to the first `keys` slots of every shard.
-
-    A query that sees other slots gets nan: its result would be wrong.
-    """
-    (q, k, v), length, end = qkv, qkv[1].shape[1], keys * ring.size
-    visible = seen = Visible(*(bound[..., rows] for bound in visible))
-    if keys < length:
-        seen = Visible(*(jnp.minimum(bound, end) for bound in visible))
-    kv = ring.as_read(k[:, :keys]), ring.as_read(v[:, :keys])  # D, or in whole lanes
-    out, lse = forward(ring, ring.as_read(q[:, rows]), kv, seen, length)
+    kv = ring.as_read(k), ring.as_read(v)  # D, or in whole lanes
+    out, lse = forward(ring, ring.as_read(q), kv, Visible(k_start, k_end))
     if sinks is not None:
         # Here and not as the first step's carry: it costs no zeros to write and read,
         # as XLA fuses it with the cast.
         sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, T)
         out, lse = merge((jnp.zeros((), out.dtype), sink), (out, lse))
     out = ring.heads_first(out[..., : q.shape[-1]].astype(q.dtype))  # (B, T, H, D)
-    if keys < length:
-        is_wrong = (visible.k_start < visible.k_end) & (visible.k_end > end)
-        out = jnp.where(is_wrong.any(axis=0)[..., None, None], jnp.nan, out)
-    return out, lse
+    # Named here, where the backward's residuals are made, so that a remat policy can
+    # save these two and not rerun the ring (names given outside have no effect).
+    out = checkpoint_name(out, "attention_out")
+    lse = checkpoint_name(lse, "attention_lse")
+    return (out, lse), (q, k, v, sinks, k_start, k_end, out, lse)
 
 
 def _attend_backward(ring, residuals, cotangents):
@@ -150,15 +122,13 @@ def _attend_backward(ring, residuals, cotangents):
 attend.defvjp(_attend_forward, _attend_backward)
 
 
-def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -> Pair:
+def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible) -> Pair:
     """Attends with the local queries to the keys of the whole ring.
-
-    length: of a shard.
 
     Returns:
       out (B, L, H, D) and lse (B, H, L) in float32.
     """
-    chunks = Chunks.of(ring, kv, visible, length)
+    chunks = Chunks(ring, kv, visible)
     queries = chunks.head_groups(q, axis=2)
     own, none = chunks.own(), [None] * len(queries)
     scores = ring.scores
@@ -194,7 +164,7 @@ def forward(ring: Ring, q: jax.Array, kv: Pair, visible: Visible, length: int) -
     def around(count: jax.Array | None) -> list:
         return chunks.run(step, (own, none), count)[1]
 
-    count = ring.count(visible, length)
+    count = ring.count(visible, chunks.length)
     if count is None:
         partial = around(None)
     else:
@@ -211,7 +181,7 @@ def backward(ring: Ring, rows: Rows, kv: Pair, visible: Visible) -> Gradients:
     Returns:
       dq, dk and dv, float32; dq and dk without the factor `scale`.
     """
-    chunks = Chunks.of(ring, kv, visible, kv[0].shape[1])
+    chunks = Chunks(ring, kv, visible)
     groups = list(zip(*map(chunks.head_groups, rows, (2, 2, 1, 1)), strict=True))
     own, last = chunks.own(), chunks.schedule.last
     count, in_place = ring.count(visible, chunks.length), is_cpu()

@@ -59,7 +59,6 @@ class Ring:
     scale: factor on the scores.
     backend: the attention step (see `backends`).
     soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
-    keep_tail: as in `ring_attention.make_ring_attention`.
     route: ways that keys and values take, and how far.
     """
 
@@ -69,7 +68,6 @@ class Ring:
     scale: float
     backend: Backend
     soft_cap: float | None = None
-    keep_tail: bool = False
     route: Route = ONE_WAY
 
     @property
@@ -154,23 +152,23 @@ class Ring:
 class Chunks:
     """The chunks of a ring's keys and values, on this device.
 
+    kv: keys and values of its shard, (B, L, K, D).
     visible: key indices [k_start, k_end) of each query, (m, B or 1, L).
-    length: of a shard, tokens.
     """
 
     ring: Ring
-    schedule: Schedule
     kv: Pair
     visible: Visible
-    length: int
 
-    @classmethod
-    def of(cls, ring: Ring, kv: Pair, visible: Visible, length: int) -> "Chunks":
-        """Cuts keys and values (B, S, K, D)."""
-        slots, heads = kv[0].shape[1:3]
-        return cls(
-            ring, ring.route.schedule(ring.size, heads, slots), kv, visible, length
-        )
+    @property
+    def length(self) -> int:
+        """Tokens of a shard."""
+        return self.kv[0].shape[1]
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        heads = self.kv[0].shape[2]
+        return self.ring.route.schedule(self.ring.size, heads, self.length)
 
     def __getitem__(self, number: int) -> Chunk:
         return self.schedule.chunks[number]
@@ -201,7 +199,7 @@ class Chunks:
             # Opposite shards come both ways: this one is empty.
             is_new = 2 * shifts < self.ring.size
             bounds = bounds[0], jnp.where(is_new, bounds[1], bounds[0])
-        if begin == 0 and end == self.kv[0].shape[1]:
+        if begin == 0 and end == self.length:
             return bounds
         k_start, k_end = ((x - begin).clip(0, end - begin) for x in bounds)
         return k_start, k_end

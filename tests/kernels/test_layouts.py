@@ -78,20 +78,6 @@ def test_count_is_the_number_of_tokens_below_any_bound(kind, ring_size):
 
 @each_layout
 @each_ring
-@pytest.mark.parametrize("blocks", [2, 3])
-def test_front_slots_are_halves_that_begin_the_sequence(kind, ring_size, blocks):
-    length = blocks * kind.divisor(ring_size) // ring_size
-    half = length // 2
-    tokens = [kind.index(shard, ring_size, length) for shard in range(ring_size)]
-    before = max(shard[:half].max(initial=-1) for shard in tokens)
-    begins = before < min(shard[half:].min() for shard in tokens)
-    assert layout.front_slots(kind, ring_size, length) == (half if begins else 0)
-    if blocks == 2:
-        assert begins == (ring_size == 1 or kind != Contiguous())
-
-
-@each_layout
-@each_ring
 def test_traced_shard_gives_what_a_known_one_gives(kind, ring_size):
     length = shard_length(kind, ring_size)
     bound = np.arange(-5, ring_size * length + 5, dtype=np.int32)

@@ -22,7 +22,6 @@ from tests.cases import table
 from tests.cases.attention import (
     BFLOAT16_RATIO,
     COVERING,
-    LAYOUTS,
     Case,
     Problem,
     solve,
@@ -30,7 +29,6 @@ from tests.cases.attention import (
 from tests.rings import (
     assert_as_on_one_device,
     one_device_ring,
-    ring_with,
     sharded_ring,
     solve_on_ring,
 )
@@ -54,10 +52,9 @@ def covering_cases():
 
     Slow: long ones; of one device, as in `test_attention`; of one token, but in rings
     of 2 or with sinks; "pallas_tpu", but with heads of 128 in a ring of 2; "reference",
-    which models have in their tests, but with its tail in rings of 2 and 3.
+    which models have in their tests.
     """
     for case in COVERING:
-        has_tail = case.mask != "none" and halves_of(case) > 0
         for name in [x for x in BACKENDS if x not in GPU_KERNELS]:
             sizes = case.ring_size, case.head_dim
             is_slow = case.length > 1000 or case.ring_size == 1
@@ -65,17 +62,10 @@ def covering_cases():
             is_slow |= name == "pallas_tpu" and (sizes != (2, 128) or case.length < 100)
             is_slow |= name == "reference"
             marks = [pytest.mark.slow] if is_slow else []
-            yield pytest.param(case, name, False, marks=marks, id=f"{case.name}-{name}")
-            if not has_tail:
-                continue
-            is_short = case.ring_size in (2, 3) and case.length < 1000
-            marks = [pytest.mark.slow] * (name != "reference" or not is_short)
-            yield pytest.param(
-                case, name, True, marks=marks, id=f"{case.name}-{name}-tail"
-            )
+            yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
     # Two tiles a shard, of which one is partial.
     case = Case(2, "zigzag", "window", 1, 997, 128, heads=2)
-    yield pytest.param(case, "blockwise", False, id=f"{case.name}-blockwise")
+    yield pytest.param(case, "blockwise", id=f"{case.name}-blockwise")
 
 
 def gpu_cases():
@@ -87,21 +77,11 @@ def gpu_cases():
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-def halves_of(case: Case) -> int:
-    """Slots of the first half of a shard, if the sequence begins with them."""
-    order = LAYOUTS[case.layout], case.ring_size
-    length = layout.padded_length(*order, case.length) // case.ring_size
-    return layout.front_slots(*order, length)
-
-
 @pytest.mark.thorough(quick=5)
 @pytest.mark.usefixtures("steps_in_a_loop")
-@pytest.mark.parametrize("case, implementation, keep_tail", list(covering_cases()))
-def test_ring_in_float32_matches_one_device_in_float64(
-    case, implementation, keep_tail, rng
-):
-    backend = BACKENDS[implementation]
-    assert_as_on_one_device(rng, case, backend, make=ring_with(keep_tail=keep_tail))
+@pytest.mark.parametrize("case, implementation", list(covering_cases()))
+def test_ring_in_float32_matches_one_device_in_float64(case, implementation, rng):
+    assert_as_on_one_device(rng, case, BACKENDS[implementation])
 
 
 @pytest.mark.thorough

@@ -39,9 +39,8 @@ def cases():
     names = {"jnp": jnp, "routes": routes}
     others = table("kernels.txt", "union", **names)
     for implementation, dtype, ring_size, options in others:
-        shape = "striped" if "keep_tail" in options else "zigzag"
         name = "shared_prefix" if implementation == "hopper" else "tree"
-        case = Case(ring_size, shape, name, length=61, extras="sinks-cap", **SHORT)
+        case = Case(ring_size, "zigzag", name, length=61, extras="sinks-cap", **SHORT)
         yield pytest.param(case, implementation, dtype, options)
 
 
