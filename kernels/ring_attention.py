@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from . import checks
 from .backends import Backend, blockwise, check_implementation, choose, reference
 from .device import kernel_cores, rings_both_ways
-from .layouts import Layout, check_length, order, unpermute
+from .layouts import Layout, check_length, order
 from .masks import Array, Mask, Visible, full
 from .placement import check_local, over_mesh, varying_alike
 from .ring.attend import Ring, attend
@@ -32,6 +32,7 @@ _COMPILED_ONCE = functools.partial(jax.jit, inline=True)
 """Compiles outside of `jit`; under one, the same program is traced as without it."""
 
 
+@checks.refuses_gone
 def ring_attention(
     q: jax.Array,
     k: jax.Array,
@@ -98,6 +99,7 @@ def all_shards(ring_size: int, orders: tuple[RingOrder, ...] | None) -> AllShard
     return AllShards(orders, cores=kernel_cores())
 
 
+@checks.refuses_gone
 def make_ring_attention(
     mesh: Mesh,
     *,
@@ -112,7 +114,6 @@ def make_ring_attention(
     walks: Sequence[Sequence[int]] | None = None,
     count_steps: bool = False,
     with_lse: bool = False,
-    check_masks: bool = False,
 ) -> Callable[..., Any]:
     """Builds ring attention on global arrays.
 
@@ -132,10 +133,6 @@ def make_ring_attention(
       but the neighbours.
     with_lse: attend returns (out, lse), lse (B, H, T) in the order of q, as in
       `one_device.attention_with_lse`.
-    check_masks: under `jit`, where values are not known, rows whose bounds or ids
-      decrease along the sequence, or whose intervals share keys, give nan, also as
-      gradients, instead of wrong numbers: bounds in natural order, ids in layout order.
-      It costs a gather of the bounds.
 
     Returns:
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
@@ -214,9 +211,6 @@ def make_ring_attention(
         if isinstance(route, Counted):
             route = replace(route, other_axes=others)
         results = compiled(route)(q, k, v, visible, sinks)
-        if check_masks:
-            in_order = Visible(*(unpermute(x, layout, ring_size, -1) for x in visible))
-            results = _poisoned(results, (*mask.decreases, *checks.are_wrong(in_order)))
         if not with_lse:
             return mask.fill_padding(results, queries)
         out, lse = results
@@ -224,17 +218,6 @@ def make_ring_attention(
         return mask.fill_padding(out, queries), lse
 
     return attend
-
-
-def _poisoned(results: Any, is_wrong: Sequence[Array]) -> Any:
-    """Multiplies rows, and so their gradients, by nan where any is true: (B or 1,)."""
-    row = functools.reduce(jnp.logical_or, is_wrong)
-    factor = jnp.where(row, jnp.nan, 1)  # (B or 1,)
-
-    def poison(x: jax.Array) -> jax.Array:
-        return x * factor.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
-
-    return jax.tree.map(poison, results)
 
 
 def _over_mesh(
