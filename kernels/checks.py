@@ -7,7 +7,7 @@ where they are known while tracing.
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -29,6 +29,8 @@ GONE = {
     "check_masks": "masks of NumPy arrays are checked, and traced bounds by "
     "check_increasing",
     "keep_tail": 'save "attention_out" and "attention_lse" of all tokens, or of none',
+    "walks": "order the mesh's devices, as ring_devices does; one_way=True goes one "
+    "way round",
 }
 """Arguments that rings had once, and what to do instead."""
 
@@ -376,18 +378,6 @@ def check_order(mesh: Mesh, ring_axes: tuple[str, ...]) -> None:
         raise ValueError(
             f"ring_axes must be in the order of the mesh, {in_order}, got {ring_axes}"
         )
-
-
-def check_orders(orders: Sequence[Sequence[int]] | None, ring_size: int) -> None:
-    """Checks the argument `walks` of `make_ring_attention`: orders of all devices."""
-    for found in orders or ():
-        if sorted(found) != list(range(ring_size)):
-            raise ValueError(
-                f"each of walks must have the devices 0 … {ring_size - 1} of the ring "
-                f"once, in any order, got {list(found)[:8]} … ({len(found)} in all)"
-            )
-    if orders is not None and not orders:
-        raise ValueError("walks must be None or have one walk or more, got none")
 
 
 def check_shards(

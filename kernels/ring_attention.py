@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,19 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from . import checks
 from .backends import Backend, blockwise, check_implementation, choose, reference
-from .device import kernel_cores, rings_both_ways
 from .layouts import Layout, check_length, order
 from .masks import Array, Mask, Visible, full
 from .placement import check_local, over_mesh, varying_alike
 from .ring.attend import Ring, attend
-from .ring.routes import (
-    AllShards,
-    Counted,
-    RingOrder,
-    Route,
-    both_ways,
-    route_within,
-)
+from .ring.routes import Counted, Route, all_shards, route_within
 from .ring.ulysses import over_heads
 
 _COMPILED_ONCE = functools.partial(jax.jit, inline=True)
@@ -80,23 +72,13 @@ def ring_attention(
     if backend is not reference:
         check_local(backend is not blockwise, q, k, v)
     q, k, v, sinks = varying_alike(q, k, v, sinks)
-    route = route or all_shards(size, None)
+    route = route or all_shards(size)
     ring = Ring(axis_name, size, layout, scale, backend, soft_cap, route)
     run = functools.partial(attend, ring)
     if ulysses_axis is not None:
         run = functools.partial(over_heads, run, ulysses_axis)
     out, lse = run(q, k, v, sinks, *visible.intervals())
     return (out, lse) if with_lse else out
-
-
-def all_shards(ring_size: int, orders: tuple[RingOrder, ...] | None) -> AllShards:
-    """Returns the route of all shards, for the devices that are compiled for.
-
-    orders: None for both ways round if `rings_both_ways`, else one way.
-    """
-    if orders is None:
-        orders = both_ways(ring_size) if rings_both_ways() else ()
-    return AllShards(orders, cores=kernel_cores())
 
 
 @checks.refuses_gone
@@ -111,7 +93,7 @@ def make_ring_attention(
     soft_cap: float | None = None,
     implementation: str | Backend | None = None,
     ulysses_axis: str | None = None,
-    walks: Sequence[Sequence[int]] | None = None,
+    one_way: bool = False,
     count_steps: bool = False,
     with_lse: bool = False,
 ) -> Callable[..., Any]:
@@ -123,9 +105,9 @@ def make_ring_attention(
     layout, scale, soft_cap, implementation: as in `ring_attention`.
     ulysses_axis: axis over which each shard's slots are cut in their order, and whose
       devices share out its heads in the ring: see `ulysses`.
-    walks: orders in which the ring's devices hand on equal parts of keys and values:
-      their numbers along `ring_axes`, each once. None for both ways round the mesh's
-      order between TPUs (but v3), else one way.
+    one_way: each device hands all keys and values on to the next. Between TPUs (but v3)
+      half of them go the other way round without it, over half as busy links, in twice
+      as many kernels.
     count_steps: the ring ends where the bounds show no device anything further, which
       costs a small reduction: for packed documents in a contiguous or zigzag layout
       (stripes of any document are everywhere). Without it, shards are left out that
@@ -143,8 +125,8 @@ def make_ring_attention(
       attended to. Outside of `jit` it compiles once for each mask, shape and type.
 
     Raises:
-      ValueError: the mesh has no such axes, or walks are none; from attend, shapes that
-        cannot be sharded, or decreasing bounds whose values are known.
+      ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
+        or decreasing bounds whose values are known.
     """
     axes = checks.checked_axes(mesh, ring_axes, batch_axes, head_axis, ulysses_axis)
     checks.check_order(mesh, axes.ring)
@@ -155,10 +137,6 @@ def make_ring_attention(
     others = tuple(name for name in mesh.axis_names if name not in axes.ring)
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
-    checks.check_orders(walks, ring_size)
-    orders = None
-    if walks is not None:
-        orders = tuple(RingOrder(tuple(map(int, walk))) for walk in walks)
     local = functools.partial(
         ring_attention,
         axis_name=axes.ring,
@@ -207,7 +185,7 @@ def make_ring_attention(
         if ring_size > 1 and is_self:
             outline = (limit or mask).outline(queries, k.shape[1])
             short = route_within(outline, layout, ring_size, count_steps)
-        route = short or all_shards(ring_size, orders)
+        route = short or all_shards(ring_size, one_way)
         if isinstance(route, Counted):
             route = replace(route, other_axes=others)
         results = compiled(route)(q, k, v, visible, sinks)

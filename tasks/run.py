@@ -277,7 +277,6 @@ class Run:
           ValueError: an unknown implementation, or mask.
         """
         partition, of_run = self.partition, self.mask.within()
-        one_way = [range(partition.ring_size)] if self.choice.one_way else None
         attend = make_ring_attention(
             partition.mesh,
             layout=self.layout,
@@ -285,7 +284,7 @@ class Run:
             **self.scores,
             implementation=self.implementation,
             ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
-            walks=one_way,
+            one_way=self.choice.one_way,
             count_steps=self.choice.count_steps,
         )
 

@@ -4,7 +4,6 @@ With `-s` and `-m ""` they print what a device sends in a step on each.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from data.text.corpus import prepare
 from data.text.tokenizer import ByteTokenizer
 from kernels.cost.choice import Choice
 from kernels.layouts import Layout, Striped
+from kernels.ring import routes
 from kernels.ring.comm import Ring
 from tasks import layout_choice, systems
 from tasks.text import TextRun
@@ -26,8 +26,6 @@ from tests.small.runs import Run
 pytestmark = pytest.mark.thorough
 
 STEPS, ROWS, TOKENS = 4, 8, 320
-# The package has a function of this name.
-ring_attention = importlib.import_module("kernels.ring_attention")
 LAYERS = 2
 
 
@@ -121,7 +119,7 @@ def test_a_packed_corpus_has_one_devices_losses(
     attention, ring, ulysses, pattern, counts, both = route
     want = truth(pattern)
     sent.clear()
-    monkeypatch.setattr(ring_attention, "rings_both_ways", lambda: both)
+    monkeypatch.setattr(routes, "rings_both_ways", lambda kind: both)
     monkeypatch.setattr(layout_choice, "options", counting(counts))
     fields = fields_of(attention, ring, ulysses, pattern)
     got = losses(run_of(short_documents, tmp_path, **fields))

@@ -27,8 +27,7 @@ DIGITS = 4
 class Choice(NamedTuple):
     """A layout, how the ring goes, and its estimated seconds.
 
-    count_steps: as of `make_ring_attention`. one_way: whether keys go one way round,
-      as far as all shards visit all devices (its `walks`).
+    count_steps, one_way: as of `make_ring_attention`.
     """
 
     layout: Layout

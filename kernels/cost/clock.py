@@ -13,19 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ..chips import Chip
-from ..device import kernel_cores, rings_both_ways
 from ..layouts import Layout, order
 from ..masks import Visible
 from ..ring.routes import (
     ONE_WAY,
-    AllShards,
     Chunk,
     Counted,
     Neighbours,
     RingOrder,
     Route,
     Schedule,
-    both_ways,
+    all_shards,
     reads_of,
     route_within,
 )
@@ -159,7 +157,7 @@ class Ring:
         """Computes it for devices of a chip.
 
         counts: whether the ring may end where the documents do.
-        one_way: whether keys go one way round, as far as all shards visit all devices.
+        one_way: as of `make_ring_attention`.
         """
         route = _route(sequence, chip, counts, one_way)
         sent = padded(heads.size) if chip.name.startswith("TPU") else heads.size
@@ -323,9 +321,8 @@ def sampled(steps: int) -> list[tuple[int, float]]:
 
 def _route(sequence: Sequence, chip: Chip, counts: bool, one_way: bool) -> Route:
     """Returns the route that `make_ring_attention` chooses on these chips."""
-    kind, size, row = chip.device_kinds[0], sequence.ring_size, sequence.row
-    is_both = rings_both_ways(kind) and not one_way
-    whole = AllShards(both_ways(size) if is_both else (), cores=kernel_cores(kind))
+    size, row = sequence.ring_size, sequence.row
+    whole = all_shards(size, one_way, chip.device_kinds[0])
     if size == 1 or not (row.window or counts):
         return whole
     return _short_route(row, sequence.layout, size, sequence.length, counts) or whole

@@ -4,8 +4,8 @@ A *chunk* is some heads, or some slots, of every shard. It travels along a *ring
 a permutation of the ring's devices, each of which hands it to the next one, and stops
 where it is attended to:
 
-    AllShards     all of a shard stops at every device, along one order or several:
-                  one way, both ways round, disjoint cycles; a chunk for each
+    AllShards     all of a shard stops at every device, one way or both ways round: a
+                  chunk for each
     Neighbours    the slots that others read stop at those devices alone
     Counted       whole shards go as far as the program counts from the bounds
 
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..device import kernel_cores, rings_both_ways
 from ..layouts import Layout, Striped, Zigzag, order
 from ..masks import Visible
 
@@ -246,6 +247,14 @@ class Counted:
 
 
 Route = AllShards | Neighbours | Counted
+
+
+def all_shards(
+    ring_size: int, one_way: bool = False, kind: str | None = None
+) -> AllShards:
+    """Returns the route of all shards, between devices of a kind (see `device`)."""
+    is_both = rings_both_ways(kind) and not one_way
+    return AllShards(both_ways(ring_size) if is_both else (), cores=kernel_cores(kind))
 
 
 def route_within(

@@ -1,7 +1,6 @@
 """The order in which a ring visits the chips of a pod, or of several slices.
 
-Also ways of a ring around a torus that share no link. As little as can be goes through
-the network between slices.
+As little as can be goes through the network between slices.
 """
 
 import itertools
@@ -14,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from kernels.ring.cycles import disjoint_cycles
 from kernels.ring.slices import (
     Shape,
     across_slices,
@@ -147,25 +145,6 @@ def test_devices_in_no_box_or_without_a_place_stay_in_their_order():
     for devices in (jax.devices(), gpu_devices("h200", 8)):
         line = np.array(devices)
         np.testing.assert_array_equal(ring_along(line, 0), line)
-
-
-TORI = (4, 4), (16, 16), (4, 12), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16)
-
-
-@pytest.mark.parametrize("shape", TORI, ids=str)
-def test_a_torus_has_as_many_disjoint_cycles_as_axes(shape):
-    walks, links = disjoint_cycles(shape), set()
-    assert len(walks) == len(shape)
-    places = np.array(list(np.ndindex(shape)))
-    for walk in walks:
-        assert sorted(walk) == list(range(len(places)))
-        here = places[list(walk)]
-        there = np.roll(here, -1, axis=0)
-        apart = (here - there) % shape
-        assert (np.minimum(apart, shape - apart).sum(axis=1) == 1).all()
-        ends = zip(here.tolist(), there.tolist(), strict=True)
-        links |= {frozenset(map(tuple, pair)) for pair in ends}
-    assert len(links) == len(walks) * len(places)  # none twice
 
 
 @dataclass(frozen=True)

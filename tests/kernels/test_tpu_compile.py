@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,9 @@ from jax.sharding import Mesh
 
 from kernels.backends import IMPLEMENTATIONS
 from kernels.compiler import compiler_options
-from kernels.device import rings_both_ways
 from kernels.layouts import Striped
 from kernels.masks import Mask, causal
-from kernels.ring.cycles import disjoint_cycles
-from kernels.ring.routes import AllShards, RingOrder, both_ways
+from kernels.ring.routes import all_shards
 from kernels.ring.torus import ring_along
 from kernels.ring_attention import make_ring_attention
 from kernels.trees import tree
@@ -72,23 +71,18 @@ def compiled_layers(
     ring_size: int,
     length: int,
     kv_heads: int,
-    walks: tuple[RingOrder, ...] = (),
     mask: Mask = causal(),
 ) -> str:
-    """Compiles the gradients of two scanned layers that save the ring's out and lse.
-
-    walks: those that a ring of the chip takes if not given.
-    """
+    """Compiles the gradients of two scanned layers that save the ring's out and lse."""
     devices = np.array(tpu_devices(chip, ring_size)[:ring_size])
-    mesh = Mesh(devices if walks else ring_along(devices, 0), ("ring",))
+    mesh = Mesh(ring_along(devices, 0), ("ring",))
     sizes = {
         "kv_heads": kv_heads,
         "heads": max(HEADS, kv_heads),
         "mask": mask,
     }
     kind = mesh.devices.flat[0].device_kind
-    around = both_ways(ring_size) if rings_both_ways(kind) else ()
-    route = AllShards(walks or around)
+    route = replace(all_shards(ring_size, kind=kind), cores=1)
     gradient, inputs = layers_gradient(mesh, BACKEND, length, route=route, **sizes)
     program = jax.jit(gradient, compiler_options=compiler_options(kind))
     return compile_without_bodies(mesh, program, *inputs).as_text()
@@ -220,28 +214,6 @@ def test_keys_in_another_order_are_reordered_once(head_dim):
     program = compile_without_bodies(mesh, program, x, x, x).as_text()
     [copies] = copies_of_shards(program, TOKENS * HEADS * 128)
     assert 0 < copies <= 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("length", [2048, 4096, 8192, 16384])
-@pytest.mark.parametrize(
-    "topology", ["v4:4x4x4", "v5e:16x16", "v5p:4x4x4", "v6e:16x16"]
-)
-def test_transfers_on_disjoint_cycles_span_all_kernels_of_their_turn(topology, length):
-    """On four walks, or on as many of six as the eight key heads divide over evenly."""
-    devices = np.array(tpu_devices(topology))
-    cycles = disjoint_cycles(devices, 0)
-    assert len(cycles) == len(topology.split(":")[1].split("x"))
-    walks = tuple(
-        way for c in cycles for way in (RingOrder(c), RingOrder(c).reversed())
-    )
-    text = compiled_layers(topology, devices.size, length, 8, walks=walks)
-    program = Program.parse(text, devices.size)
-    transfers = [c for c in program.collectives() if c.kind == TRANSFER]
-    assert transfers and all(t.hidden_share == 1 for t in transfers)
-    for order in program.orders():
-        assert re.fullmatch(r"(s+(F{4}|B{4})d+)+(F{4}|B{4})?", order), order
 
 
 def compiled_steps():
