@@ -72,7 +72,7 @@ def ring_attention(
     if backend is not reference:
         check_local(backend is not blockwise, q, k, v)
     q, k, v, sinks = varying_alike(q, k, v, sinks)
-    route = route or all_shards(size)
+    route = route or all_shards()
     ring = Ring(axis_name, size, layout, scale, backend, soft_cap, route)
     run = functools.partial(attend, ring)
     if ulysses_axis is not None:
@@ -185,7 +185,7 @@ def make_ring_attention(
         if ring_size > 1 and is_self:
             outline = (limit or mask).outline(queries, k.shape[1])
             short = route_within(outline, layout, ring_size, count_steps)
-        route = short or all_shards(ring_size, one_way)
+        route = short or all_shards(one_way)
         if isinstance(route, Counted):
             route = replace(route, other_axes=others)
         results = compiled(route)(q, k, v, visible, sinks)

@@ -20,7 +20,6 @@ from ..ring.routes import (
     Chunk,
     Counted,
     Neighbours,
-    RingOrder,
     Route,
     Schedule,
     all_shards,
@@ -194,16 +193,17 @@ class Ring:
             return found
         return Schedule(
             tuple(
-                replace(chunk, stops=range(chunk.stops.start, self.count + 1))
-                for chunk in found.chunks
-                if self.count or chunk.first == 0
+                replace(x, stops=range(x.stops.start, x.way * (self.count + 1), x.way))
+                for x in found.chunks
+                if self.count or x.first == 0
             )
         )
 
     @property
     def ways(self) -> int:
         """Links of a device that the ring's transfers share."""
-        return max(1, len({c.order for c in self.schedule.chunks if c.last}))
+        size = self.sequence.ring_size
+        return max(1, len({c.way % size for c in self.schedule.chunks if c.last}))
 
     def describe(self) -> str:
         """Names the ring's route in a few words."""
@@ -262,11 +262,12 @@ class Ring:
         is_both = isinstance(self.route, Counted) and self.route.both_ways
         seconds = np.zeros(devices.size)
         for chunk, of in zip(self.schedule.chunks, spent, strict=True):
-            shifts = int(chunk.shifts(step))
+            if not chunk.first <= step <= chunk.last:
+                continue
+            shifts = chunk.shifts(step)
             # Opposite shards come both ways, and count once.
-            was_here = is_both and chunk.first and shifts >= half
-            if chunk.first <= step <= chunk.last and not was_here:
-                sources = chunk.order.owners(shifts)[devices]
+            if not (is_both and chunk.first and abs(shifts) >= half):
+                sources = (devices - shifts) % self.sequence.ring_size
                 seconds += of[np.arange(devices.size), sources]
         return float(seconds.max())
 
@@ -284,7 +285,7 @@ class Ring:
     def _home(self, chip: Chip) -> float:
         """Returns the seconds in which gradients reach their own devices at last."""
         size = self.gradients_bytes
-        moves = [(c, -int(c.stops[-1]), size) for c in self.schedule.chunks if c.last]
+        moves = [(c, -c.stops[-1], size) for c in self.schedule.chunks if c.last]
         return self._seconds(moves, chip)
 
     def _seconds(self, moves: list[tuple[Chunk, int, float]], chip: Chip) -> float:
@@ -292,14 +293,16 @@ class Ring:
 
         moves: chunks, their shifts, and the bytes of a whole shard.
         """
-        links: dict[RingOrder, float] = defaultdict(float)
+        links: dict[int, float] = defaultdict(float)  # by the next device's place
+        devices = self.sequence.ring_size
         for chunk, shifts, size in moves:
-            shifts, order = shifts % chunk.order.length, chunk.order
-            if 2 * shifts > order.length:
-                shifts, order = order.length - shifts, order.reversed()
+            way = chunk.way
+            shifts = shifts * way % devices
+            if 2 * shifts > devices:
+                shifts, way = devices - shifts, -way
             heads = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
             slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.length
-            links[order] += shifts * heads * slots * size
+            links[way % devices] += shifts * heads * slots * size
         sizes = list(links.values())
         if not chip.name.startswith("TPU"):
             sizes = [sum(sizes)]  # a switch joins GPUs
@@ -322,7 +325,7 @@ def sampled(steps: int) -> list[tuple[int, float]]:
 def _route(sequence: Sequence, chip: Chip, counts: bool, one_way: bool) -> Route:
     """Returns the route that `make_ring_attention` chooses on these chips."""
     size, row = sequence.ring_size, sequence.row
-    whole = all_shards(size, one_way, chip.device_kinds[0])
+    whole = all_shards(one_way, chip.device_kinds[0])
     if size == 1 or not (row.window or counts):
         return whole
     return _short_route(row, sequence.layout, size, sequence.length, counts) or whole

@@ -266,18 +266,16 @@ def _followed(
         if not 0 <= static_step <= chunk.last or chunk.last == 0:
             continue
         if static_step < chunk.last:
-            moved[i] = ring.shift(sums, chunk.order, chunk.shifts_after(static_step))
+            moved[i] = ring.shift(sums, chunk.shifts_after(static_step))
         elif count is None:
-            moved[i] = ring.shift(sums, chunk.order, -chunk.stops[-1])
+            moved[i] = ring.shift(sums, -chunk.stops[-1])
         else:
             returning[i] = sums
     if count is None or not returning:
         return moved
 
     def shifted(shifts: int, _: jax.Array, held: Pairs) -> Pairs:
-        return {
-            i: ring.shift(sums, chunks[i].order, shifts) for i, sums in held.items()
-        }
+        return {i: ring.shift(x, shifts * chunks[i].way) for i, x in held.items()}
 
     # From device to device, the shorter way round.
     back = jnp.where(2 * count <= ring.size, count, 0)

@@ -16,7 +16,7 @@ from ..layouts import Array, Layout
 from ..masks import Visible
 from ..placement import varying_over
 from ..precision import Scores
-from .routes import ONE_WAY, Chunk, Counted, RingOrder, Route, Schedule
+from .routes import ONE_WAY, Chunk, Counted, Route, Schedule
 
 LANES = 128
 """A TPU's memory pads the last dimension of arrays to a multiple of this."""
@@ -84,18 +84,10 @@ class Ring:
         k_end = self.layout.count(shard, visible.k_end, self.size, length)
         return k_start, k_end  # as visible, (m, B or 1, L)
 
-    def owner(self, order: RingOrder, shifts: jax.Array | int) -> jax.Array | int:
-        """Returns whose chunk is here after a number of shifts along an order."""
-        shard = self.shard()
-        if order.stride:
-            return (shard - order.stride * shifts) % self.size
-        place = (jnp.asarray(order.places)[shard] - shifts) % self.size
-        return jnp.asarray(order.devices, jnp.int32)[place]
-
-    def shift(self, arrays: Any, order: RingOrder, shifts: int = 1) -> Any:
-        """Sends the arrays a number of devices further along an order."""
-        arrays = _ordered(arrays, HEADS_FIRST)
-        arrays = lax.ppermute(arrays, self.axis_name, order.pairs(shifts))
+    def shift(self, arrays: Any, shifts: int) -> Any:
+        """Sends the arrays a number of devices on, or back if it is below 0."""
+        pairs = [(device, (device + shifts) % self.size) for device in range(self.size)]
+        arrays = lax.ppermute(_ordered(arrays, HEADS_FIRST), self.axis_name, pairs)
         return _ordered(arrays, HEADS_FIRST)
 
     def count(self, visible: Visible, length: int) -> jax.Array | None:
@@ -189,15 +181,15 @@ class Chunks:
         ends = [each * end for _, end in self.schedule.heads]
         return jnp.split(x, ends[:-1], axis) if len(ends) > 1 else [x]
 
-    def bounds(self, number: int, step: jax.Array | int) -> Bounds:
-        """Returns the slots of a chunk that each query sees in a step."""
+    def bounds(self, number: int, shifts: jax.Array) -> Bounds:
+        """Returns the slots that each query sees of a chunk so many devices before."""
         chunk, route = self[number], self.ring.route
-        shifts, (begin, end) = chunk.shifts(step), chunk.slots
-        owner = self.ring.owner(chunk.order, shifts)
+        begin, end = chunk.slots
+        owner = (self.ring.shard() - shifts) % self.ring.size
         bounds = self.ring.slots(owner, self.visible, self.length)
         if isinstance(route, Counted) and route.both_ways and chunk.first:
             # Opposite shards come both ways: this one is empty.
-            is_new = 2 * shifts < self.ring.size
+            is_new = 2 * abs(shifts) < self.ring.size
             bounds = bounds[0], jnp.where(is_new, bounds[1], bounds[0])
         if begin == 0 and end == self.length:
             return bounds
@@ -212,11 +204,11 @@ class Chunks:
         prepare: of a backend's steps. is_cut: whether half of the local block's queries
           are put off to a step after the last.
         """
-        chunk = self[number]
-        is_counted = isinstance(self.ring.route, Counted)
-        steps = self.ring.size if is_counted else chunk.last + 1
-        every = jnp.arange(chunk.first, steps, dtype=jnp.int32)
-        bounds = jax.vmap(lambda n: self.bounds(number, n))(every)  # (steps, m, B, L)
+        chunk, stops = self[number], self[number].stops
+        if isinstance(self.ring.route, Counted):  # as far as it may go
+            stops = range(stops.start, chunk.way * self.ring.size, chunk.way)
+        shifts = jnp.arange(stops.start, stops.stop, stops.step, dtype=jnp.int32)
+        bounds = jax.vmap(lambda x: self.bounds(number, x))(shifts)  # (steps, m, B, L)
         if is_cut and not chunk.first:
             begin, end = chunk.slots
             own = halves((bounds[0][0], bounds[1][0]), end - begin)
@@ -249,7 +241,7 @@ class Chunks:
     def passed_on(self, held: Pairs, static_step: int) -> Pairs:
         """Sends chunks to where they are attended to in the next step, if anywhere."""
         return {
-            i: self.ring.shift(pair, self[i].order, self[i].shifts_after(static_step))
+            i: self.ring.shift(pair, self[i].shifts_after(static_step))
             for i, pair in held.items()
             if static_step < self[i].last
         }

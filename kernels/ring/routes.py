@@ -1,8 +1,7 @@
 """Routes: the ways that keys and values take around a ring, and how far they go.
 
-A *chunk* is some heads, or some slots, of every shard. It travels along a *ring order*,
-a permutation of the ring's devices, each of which hands it to the next one, and stops
-where it is attended to:
+A *chunk* is some heads, or some slots, of every shard. Each device hands it to the next
+one, or to the one before, and it stops where it is attended to:
 
     AllShards     all of a shard stops at every device, one way or both ways round: a
                   chunk for each
@@ -13,10 +12,9 @@ A route gives the `Schedule` that the ring runs, which planner and tests read. A
 this is NumPy and Python, known when a program is traced.
 """
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,84 +34,36 @@ EVERY_ROW = 1 << 22
 
 
 @dataclass(frozen=True)
-class RingOrder:
-    """Cyclic order of the devices of a ring: each hands its chunk to the next in it."""
-
-    devices: tuple[int, ...]
-
-    @classmethod
-    def around(cls, ring_size: int) -> "RingOrder":
-        """Returns the order of the devices' numbers."""
-        return cls(tuple(range(ring_size)))
-
-    @property
-    def length(self) -> int:
-        return len(self.devices)
-
-    def reversed(self) -> "RingOrder":
-        """Returns the same order the other way round."""
-        return RingOrder((self.devices[0], *reversed(self.devices[1:])))
-
-    def pairs(self, shifts: int) -> list[tuple[int, int]]:
-        """Returns (from, to) of every device, a number of shifts further."""
-        return [
-            (device, self.devices[(place + shifts) % self.length])
-            for place, device in enumerate(self.devices)
-        ]
-
-    def owners(self, shifts: int) -> np.ndarray:
-        """Returns whose chunk each device holds after some shifts, int32 (N,)."""
-        return np.array(self.devices, np.int32)[(self.places - shifts) % self.length]
-
-    @functools.cached_property
-    def stride(self) -> int:
-        """How far each number is from the last, if alike: 1, or -1; else 0."""
-        around = RingOrder.around(self.length)
-        if self == around:
-            return 1
-        return -1 if self == around.reversed() else 0
-
-    @functools.cached_property
-    def places(self) -> np.ndarray:
-        """Place of each device in the order, int32 (N,)."""
-        return np.argsort(self.devices).astype(np.int32)
-
-
-def both_ways(ring_size: int) -> tuple[RingOrder, ...]:
-    """Returns both ways round the ring in the order of its devices' numbers."""
-    around = RingOrder.around(ring_size)
-    return around, around.reversed()
-
-
-@dataclass(frozen=True)
 class Chunk:
     """A part of every shard's keys and values, and where it is attended to.
 
     heads: of the key/value heads. slots: of a shard's.
-    stops: shifts along the order, from its own device, after which it is attended to;
-      one a ring step. From 0 on if its own device attends to it as this chunk too.
+    stops: how many devices after its own one it is attended to, one a ring step; below
+      0 for devices before. From 0 on if its own device attends to it as this chunk too.
     """
 
     heads: Span
     slots: Span
-    order: RingOrder
     stops: range
 
     @property
     def first(self) -> int:
         """Ring step of its first stop: 0, or 1 if it only visits others."""
-        return min(self.stops.start, 1)
+        return min(abs(self.stops.start), 1)
 
     @property
     def last(self) -> int:
         """Ring step of its last stop."""
         return len(self.stops) - 1 + self.first
 
-    def shifts(self, step):
-        """Returns how far it has come in a ring step, which may be traced."""
-        if isinstance(step, int) and step < self.first:
-            return 0
-        return self.stops.start + step - self.first
+    @property
+    def way(self) -> int:
+        """1 if it goes to the next devices, -1 if to those before."""
+        return self.stops.step
+
+    def shifts(self, step: int) -> int:
+        """Returns how many devices after its own it is in a ring step."""
+        return self.stops[step - self.first] if step >= self.first else 0
 
     def shifts_after(self, step: int) -> int:
         """Returns the shifts from a step's device to that of the next step."""
@@ -145,44 +95,35 @@ class Schedule:
 
 @dataclass(frozen=True)
 class AllShards:
-    """Every shard visits every device, in as many chunks as there are ring orders.
+    """Every shard visits every device.
 
-    orders: none for one way, in the order of the devices' numbers.
+    both_ways: half of it each way round; else all of it goes to the next devices.
     cores: of a device, which share out the heads of a chunk.
     """
 
-    orders: tuple[RingOrder, ...] = ()
+    both_ways: bool = False
     cores: int = 1
 
     def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
         """Returns the chunks of shards (B, slots, heads, D).
 
-        Chunks are of heads if these suffice for two orders, else of slots; cores share
-        out whole heads. Fewer orders are used where that sends no more over each.
+        Two chunks are of heads if these suffice, else of slots; cores share out whole
+        heads. What is not to be cut goes one way.
         """
-        orders = self.orders if ring_size > 1 else ()
-        orders = orders or (RingOrder.around(ring_size),)
-        unit = math.gcd(heads, self.cores)
-        by_heads = heads // unit >= min(len(orders), 2)
-        whole = heads if by_heads else slots
-        unit = unit if by_heads else math.gcd(slots, TILE)
-        units = whole // unit  # a chunk has some
-        most = -(-units // len(orders)) or 1
-        orders = orders[: max(1, -(-units // most))]
-        spans = [
-            (begin * unit, end * unit) for begin, end in spans_of(units, len(orders))
-        ]
-        return Schedule(
-            tuple(
-                Chunk(
-                    heads=span if by_heads else (0, heads),
-                    slots=(0, slots) if by_heads else span,
-                    order=order,
-                    stops=range(ring_size),
-                )
-                for span, order in zip(spans, orders, strict=True)
-            )
-        )
+        around, back = range(ring_size), range(0, -ring_size, -1)
+        whole = Chunk((0, heads), (0, slots), around)
+        if not self.both_ways or ring_size == 1:
+            return Schedule((whole,))
+        unit, tile = math.gcd(heads, self.cores), math.gcd(slots, TILE)
+        if heads > unit:
+            first, second = halves_of(heads, unit)
+            chunks = replace(whole, heads=first), Chunk(second, whole.slots, back)
+        elif slots > tile:
+            first, second = halves_of(slots, tile)
+            chunks = replace(whole, slots=first), Chunk(whole.heads, second, back)
+        else:
+            chunks = (whole,)
+        return Schedule(chunks)
 
 
 ONE_WAY = AllShards()
@@ -213,14 +154,11 @@ class Neighbours:
 
     def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
         """Returns the chunks of shards (B, slots, heads, D)."""
-        around = RingOrder.around(ring_size)
-        chunks = [Chunk((0, heads), (0, slots), around, range(1))]
+        chunks = [Chunk((0, heads), (0, slots), range(1))]
         for stops, span in (run for reads in self.reads for run in joined(reads)):
-            back = range(ring_size - stops[-1], ring_size - stops[0] + 1)
-            way = around, stops
-            if back.start < stops.start:
-                way = around.reversed(), back
-            chunks.append(Chunk((0, heads), span, *way))
+            back = range(stops[-1] - ring_size, stops[0] - ring_size - 1, -1)
+            is_nearer = -back.start < stops.start
+            chunks.append(Chunk((0, heads), span, back if is_nearer else stops))
         return Schedule(tuple(chunks))
 
 
@@ -239,22 +177,17 @@ class Counted:
         """Returns the chunks; their three steps stand for first, between, last."""
         if ring_size == 1:
             return AllShards().schedule(ring_size, heads, slots)
-        orders = both_ways(ring_size)[: 1 + self.both_ways]
-        parts = (0, heads), (0, slots)
-        return Schedule(
-            tuple(Chunk(*parts, x, range(n, 3)) for n, x in enumerate(orders))
-        )
+        ways = range(3), range(-1, -3, -1)
+        stops = ways[: 1 + self.both_ways]
+        return Schedule(tuple(Chunk((0, heads), (0, slots), x) for x in stops))
 
 
 Route = AllShards | Neighbours | Counted
 
 
-def all_shards(
-    ring_size: int, one_way: bool = False, kind: str | None = None
-) -> AllShards:
+def all_shards(one_way: bool = False, kind: str | None = None) -> AllShards:
     """Returns the route of all shards, between devices of a kind (see `device`)."""
-    is_both = rings_both_ways(kind) and not one_way
-    return AllShards(both_ways(ring_size) if is_both else (), cores=kernel_cores(kind))
+    return AllShards(rings_both_ways(kind) and not one_way, kernel_cores(kind))
 
 
 def route_within(
@@ -347,14 +280,14 @@ def are_few(reads: Sequence[Sequence[Read]], ring_size: int, length: int) -> boo
     return 2 * sent <= (ring_size - 1) * length
 
 
+def halves_of(size: int, unit: int) -> tuple[Span, Span]:
+    """Cuts a range into halves of whole units, the longer one first."""
+    middle = -(-size // (2 * unit)) * unit
+    return (0, middle), (middle, size)
+
+
 def _in_tiles(span: Span, length: int) -> Span:
     if length < 2 * TILE:
         return span
     begin, end = span
     return begin // TILE * TILE, min(length, -(-end // TILE) * TILE)
-
-
-def spans_of(size: int, parts: int) -> list[Span]:
-    """Cuts a range into parts of nearly one size, the longer ones first."""
-    ends = [-(-size * i // parts) for i in range(parts + 1)]
-    return list(zip(ends[:-1], ends[1:], strict=True))

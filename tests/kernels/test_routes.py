@@ -19,9 +19,7 @@ from kernels.ring.routes import (
     AllShards,
     Counted,
     Neighbours,
-    RingOrder,
     Route,
-    Schedule,
 )
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
@@ -32,19 +30,6 @@ COUNTED = Counted()
 COUNTED_BOTH_WAYS = Counted(both_ways=True)
 
 
-def cycles(ring_size: int) -> list[RingOrder]:
-    """Returns ring orders of strides prime to N: each has all devices."""
-    strides = [n for n in range(1, ring_size // 2 + 1) if math.gcd(n, ring_size) == 1]
-    return [
-        RingOrder(tuple(i * stride % ring_size for i in range(ring_size)))
-        for stride in strides or [1]
-    ]
-
-
-def both_ways(orders: list[RingOrder]) -> tuple[RingOrder, ...]:
-    return tuple(way for order in orders for way in (order, order.reversed()))
-
-
 def routes_of(case: Case) -> dict[str, Route]:
     """Returns each route of a case's ring."""
     order = LAYOUTS[case.layout], case.ring_size
@@ -53,8 +38,7 @@ def routes_of(case: Case) -> dict[str, Route]:
     visible = masks.Visible(*in_order)
     found = routes.reads_of(visible, *order)
     return {
-        "both": AllShards(both_ways(cycles(case.ring_size)[:1])),
-        "cycles": AllShards(both_ways(cycles(case.ring_size))),
+        "both": AllShards(both_ways=True),
         "reads": Neighbours((found,)),
         "counted": COUNTED,
         "counted_both": COUNTED_BOTH_WAYS,
@@ -88,41 +72,30 @@ def test_every_route_matches_one_device(case, name, dtype, rng):
     assert_as_on_one_device(rng, case, reference, dtype, make)
 
 
-def link_loads(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """Numbers of a shard, (heads x slots), that go over each link in a forward pass."""
-    loads: dict[tuple[int, int], int] = {}
-    for chunk in schedule.chunks:
-        size = np.prod([end - begin for begin, end in (chunk.heads, chunk.slots)])
-        for step in range(chunk.last):
-            for pair in chunk.order.pairs(chunk.shifts_after(step)):
-                loads[pair] = loads.get(pair, 0) + int(size)
-    return loads
-
-
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("cores", [1, 2])
 def test_every_piece_of_every_shard_visits_every_device_once(heads, cores):
-    for walks in (1, 2, 4, 6):
-        route = AllShards(both_ways(cycles(7))[:walks], cores=cores)
-        schedule = route.schedule(7, heads, 48)
+    for ways in (1, 2):
+        schedule = AllShards(ways > 1, cores).schedule(7, heads, 48)
         if heads % cores == 0:  # none of them leaves a core without a head
             assert all((end - begin) % cores == 0 for begin, end in schedule.heads)
         seen = np.zeros((7, 7, heads, 48), int)  # device, shard, head, slot
+        sent = {}  # numbers of a shard over a link, each way
         for chunk in schedule.chunks:
             part = slice(*chunk.heads), slice(*chunk.slots)
             for step in range(chunk.first, chunk.last + 1):
-                for device, source in enumerate(chunk.order.owners(chunk.shifts(step))):
-                    seen[device, source][part] += 1
+                for device in range(7):
+                    seen[device, (device - chunk.shifts(step)) % 7][part] += 1
+            sent[chunk.way] = chunk.last * seen[0, 0][part].size
         assert (seen == 1).all()
-        used = {chunk.order for chunk in schedule.chunks}
-        most = max(link_loads(schedule).values())
+        assert len(sent) == ways == len(schedule.chunks)
         together = math.gcd(heads, cores)
         units = heads // together
-        if units >= min(walks, 2):
-            assert most == 6 * 48 * together * -(-units // walks)
+        if units >= ways:
+            assert max(sent.values()) == 6 * 48 * together * -(-units // ways)
         else:
-            assert most == 6 * heads * 16 * -(-3 // walks)  # slots in tiles of 16
-        assert len(used) <= walks
+            assert max(sent.values()) == 6 * heads * 16 * 2  # slots in tiles of 16
+    assert len(AllShards(True).schedule(7, 1, 16).chunks) == 1  # which are not cut
 
 
 def layout_bounds(layout_name: str, ring_size: int, length: int, mask: masks.Mask):

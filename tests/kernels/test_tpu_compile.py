@@ -82,7 +82,7 @@ def compiled_layers(
         "mask": mask,
     }
     kind = mesh.devices.flat[0].device_kind
-    route = replace(all_shards(ring_size, kind=kind), cores=1)
+    route = replace(all_shards(kind=kind), cores=1)
     gradient, inputs = layers_gradient(mesh, BACKEND, length, route=route, **sizes)
     program = jax.jit(gradient, compiler_options=compiler_options(kind))
     return compile_without_bodies(mesh, program, *inputs).as_text()

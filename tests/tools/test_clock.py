@@ -14,7 +14,7 @@ from kernels.cost.clock import PRODUCTS, Heads, Ring
 from kernels.cost.work import TILE, Row, Sequence, document_spans
 from kernels.masks import Visible
 from kernels.ring.comm import Ring as DeviceRing
-from kernels.ring.routes import ONE_WAY, AllShards, Counted, both_ways
+from kernels.ring.routes import ONE_WAY, AllShards, Counted
 from tests.pages import PAGES
 from tests.rings import ring_mesh
 
@@ -73,7 +73,7 @@ def make_ring(length, size=64, layout=None, mask=CAUSAL, head_dim=128, **fields)
     sequence = Sequence(
         row_of(size * length, mask=mask), layout or layouts.Striped(), size, length
     )
-    values = {"route": AllShards(both_ways(size))} | fields
+    values = {"route": AllShards(both_ways=True)} | fields
     return Ring(sequence, 1, Heads(8, 8, head_dim), sent=128, **values)
 
 
@@ -122,7 +122,7 @@ def sent(ring, direction, chip=V5P):
 
 
 def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
-    for route, ways in ((ONE_WAY, 1), (AllShards(both_ways(8)), 2)):
+    for route, ways in ((ONE_WAY, 1), (AllShards(both_ways=True), 2)):
         ring = make_ring(LENGTH, 8, route=route)
         assert ring.ways == ways
         assert sent(ring, "forward") == 1 / ways
