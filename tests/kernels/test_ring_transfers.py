@@ -10,6 +10,7 @@ import pytest
 
 from kernels import layouts as layout
 from kernels import masks
+from kernels.ring import routes
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import LAYOUTS
 from tests.rings import ring_mesh
@@ -46,6 +47,19 @@ def test_rotations_are_counted_and_carry_key_value_heads_only(ring_size):
     assert sorted(rotations) == sorted(
         [local + "bf16"] * 4 * steps + [local + "f32"] * 2 * (steps and ring_size)
     )
+
+
+@pytest.mark.parametrize(
+    "one_way, rotations", [(True, ["1x2"] * 6), (False, ["1x1"] * 12)]
+)
+def test_tpus_send_half_of_the_heads_each_way_if_not_all_one_way(
+    one_way, rotations, monkeypatch
+):
+    monkeypatch.setattr(routes, "rings_both_ways", lambda kind: True)
+    layout_of = layout.Striped()
+    attend = make_ring_attention(ring_mesh(4), layout=layout_of, one_way=one_way)
+    program = lowered(lambda x: attend(x, x, x, masks.causal()), (1, 64, 2, 16))
+    assert permuted_shapes(program) == [f"{x}x16x16xbf16" for x in rotations]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,11 @@ def row_of(tokens, documents=(), mask=CAUSAL):
 @pytest.mark.parametrize("layout", [layouts.Contiguous(), layouts.Zigzag()], ids=str)
 def test_counts_are_those_of_the_mask(layout, documents, mask):
     row = row_of(4 * LENGTH, documents, mask)
-    work = Sequence(row, layout, 4, LENGTH).work()
+    sequence, half = Sequence(row, layout, 4, LENGTH), LENGTH // 2
+    work = sequence.work()
     assert (work.rows == LENGTH // TILE).all()
+    halves = (sequence.work(slots).pairs for slots in ((0, half), (half, LENGTH)))
+    np.testing.assert_array_equal(sum(halves), work.pairs)
     for device, source in ((0, 0), (3, 1), (0, 2)):
         token = np.asarray(layout.index(device, 4, LENGTH))
         key = np.asarray(layout.index(source, 4, LENGTH))
