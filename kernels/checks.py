@@ -26,8 +26,6 @@ LEAST, MOST = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 GONE = {
-    "check_masks": "masks of NumPy arrays are checked, and traced bounds by "
-    "check_increasing",
     "keep_tail": 'save "attention_out" and "attention_lse" of all tokens, or of none',
     "walks": "order the mesh's devices, as ring_devices does; one_way=True goes one "
     "way round",
@@ -268,13 +266,21 @@ def clipped(bound: Array, num_keys: int) -> Array:
     return jnp.clip(bound, 0, num_keys).astype(jnp.int32)
 
 
+def are_wrong(visible: Visible) -> tuple[Array, ...]:
+    """Returns where bounds in natural order decrease or share keys: bool (B or 1,)."""
+    bounds = visible.intervals()
+    decreases = ((x[..., 1:] < x[..., :-1]).any(axis=(0, 2)) for x in bounds)
+    return *decreases, bounds.share_keys().any(axis=-1)
+
+
 def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
     """Checks that bounds do not decrease along the sequence, also while tracing.
 
     And that the intervals of a query share no key, which would count twice.
     `attention` and `make_ring_attention` do where values are known. Under `jit` they do
     not, and such bounds give wrong results. This makes it an error there too:
-    call it in a function, and pass that to `checkify.checkify`.
+    call it in a function, and pass that to `checkify.checkify`. For a ring see also
+    `make_ring_attention(..., check_masks=True)`.
 
     visible: bounds (B or 1, T) or (m, B or 1, T).
     index: of each query in the sequence, (T,), where they are not in order, as on a

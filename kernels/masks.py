@@ -50,17 +50,20 @@ class Mask:
     bounds: (query indices int32 (B or 1, T), number of keys) -> (k_start, k_end), each
       an integer or an array that broadcasts against the indices, or (m, B or 1, T).
     real_lengths: tokens from any of them on are padding.
+    decreases: bool (B or 1,) each: whether the traced ids of a row decrease, which
+      nothing else checks; see `make_ring_attention(..., check_masks=True)`.
     parts: two masks that this one joins; none if it joins none.
     join: how, `Visible.__and__` or `Visible.__or__`.
     """
 
     bounds: Callable[[Array, int], tuple[int | Array, int | Array]]
     real_lengths: tuple[int | Array, ...] = field(default=(), compare=False)
+    decreases: tuple[Array, ...] = field(default=(), compare=False)
     parts: tuple["Mask", ...] = field(default=(), compare=False)
     join: Callable = field(default=Visible.__and__, compare=False)
 
     @classmethod
-    def of_tokens(cls, visible: Visible) -> "Mask":
+    def of_tokens(cls, visible: Visible, decreases: tuple[Array, ...] = ()) -> "Mask":
         """Returns the mask of bounds of every token of a sequence, in their order."""
 
         def bounds(index: Array, keys: int) -> tuple[Array, Array]:
@@ -77,7 +80,7 @@ class Mask:
 
             return at(visible.k_start), xp.minimum(at(visible.k_end), keys)
 
-        return cls(bounds)
+        return cls(bounds, decreases=decreases)
 
     def __call__(self, index: Array, key_length: int) -> Visible:
         """Returns bounds (1 or B, T) of the queries at `index`, (T,) or (B, T).
@@ -159,7 +162,8 @@ class Mask:
             return join(self(index, keys), other(index, keys))
 
         lengths = self.real_lengths + other.real_lengths
-        return Mask(bounds, lengths, (self, other), join)
+        decreases = self.decreases + other.decreases
+        return Mask(bounds, lengths, decreases, (self, other), join)
 
     __ror__ = __or__
     __rand__ = __and__
@@ -312,12 +316,15 @@ def segments(ids: Array) -> Mask:
     places = xp.arange(ids.shape[-1], dtype=xp.int32)
     edge = ids[:, 1:] != ids[:, :-1]
     yes = xp.ones_like(ids[:, :1], dtype=bool)
+    decreases = ()
+    if known(ids) is None:
+        decreases = ((ids[:, 1:] < ids[:, :-1]).any(axis=1),)
     starts = xp.where(xp.concatenate([yes, edge], axis=1), places, 0)
     ends = xp.where(xp.concatenate([edge, yes], axis=1), places + 1, ids.shape[-1])
     first = _running(xp.maximum, starts)  # (B, T), where the token's segment starts
     end = _running(xp.minimum, ends[:, ::-1])[:, ::-1]  # (B, T), where it ends
 
-    return Mask.of_tokens(Visible(first, end))
+    return Mask.of_tokens(Visible(first, end), decreases)
 
 
 def documents(ids: Array) -> Mask:

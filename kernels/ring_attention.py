@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from . import checks
 from .backends import Backend, blockwise, check_implementation, choose, reference
-from .layouts import Layout, check_length, order
+from .layouts import Layout, check_length, order, unpermute
 from .masks import Array, Mask, Visible, full
 from .placement import check_local, over_mesh, varying_alike
 from .ring.attend import Ring, attend
@@ -24,7 +24,6 @@ _COMPILED_ONCE = functools.partial(jax.jit, inline=True)
 """Compiles outside of `jit`; under one, the same program is traced as without it."""
 
 
-@checks.refuses_gone
 def ring_attention(
     q: jax.Array,
     k: jax.Array,
@@ -96,6 +95,7 @@ def make_ring_attention(
     one_way: bool = False,
     count_steps: bool = False,
     with_lse: bool = False,
+    check_masks: bool = False,
 ) -> Callable[..., Any]:
     """Builds ring attention on global arrays.
 
@@ -115,6 +115,10 @@ def make_ring_attention(
       but the neighbours.
     with_lse: attend returns (out, lse), lse (B, H, T) in the order of q, as in
       `one_device.attention_with_lse`.
+    check_masks: under `jit`, where values are not known, rows whose bounds or ids
+      decrease along the sequence, or whose intervals share keys, give nan, also as
+      gradients, instead of wrong numbers: bounds in natural order, ids in layout order.
+      It costs a gather of the bounds.
 
     Returns:
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
@@ -189,6 +193,9 @@ def make_ring_attention(
         if isinstance(route, Counted):
             route = replace(route, other_axes=others)
         results = compiled(route)(q, k, v, visible, sinks)
+        if check_masks:
+            in_order = Visible(*(unpermute(x, layout, ring_size, -1) for x in visible))
+            results = _poisoned(results, (*mask.decreases, *checks.are_wrong(in_order)))
         if not with_lse:
             return mask.fill_padding(results, queries)
         out, lse = results
@@ -196,6 +203,17 @@ def make_ring_attention(
         return mask.fill_padding(out, queries), lse
 
     return attend
+
+
+def _poisoned(results: Any, is_wrong: Sequence[Array]) -> Any:
+    """Multiplies rows, and so their gradients, by nan where any is true: (B or 1,)."""
+    row = functools.reduce(jnp.logical_or, is_wrong)
+    factor = jnp.where(row, jnp.nan, 1)  # (B or 1,)
+
+    def poison(x: jax.Array) -> jax.Array:
+        return x * factor.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
+
+    return jax.tree.map(poison, results)
 
 
 def _over_mesh(

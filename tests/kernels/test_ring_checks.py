@@ -151,6 +151,66 @@ def bounds_of(*shapes):
     return Visible(*(jnp.zeros(shape, int) for shape in shapes))
 
 
+def wrong_masks():
+    """Masks that are wrong in row 1 of 2, and right ones: of a striped ring of 2.
+
+    Each behind the kind of the mesh's axes.
+    """
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, 16)))
+    natural = masks.documents(ids)(np.arange(16), 16)
+    right = Visible(*(layout.permute(x, layout.Striped(), 2) for x in natural))
+    decreasing = Visible(*(x.copy() for x in right))
+    decreasing.k_end[1, 7] = 0  # of token 14: a query that sees nothing
+    mixed = [
+        np.stack([good[0], bad[1]]) for good, bad in zip(right, natural, strict=True)
+    ]
+    shared = [np.stack([x, x]) for x in right]  # two intervals, the same in row 1
+    shared[1][1, 0] = shared[0][1, 0] = 16
+    apart = [x.copy() for x in shared]
+    apart[0][1], apart[1][1] = 16, 16
+    permuted = np.stack([ids[0], layout.permute(ids, layout.Striped(), 2)[1]])
+    explicit, auto = AxisType.Explicit, AxisType.Auto
+    yield pytest.param(explicit, decreasing, right, id="bounds that decrease")
+    yield pytest.param(auto, Visible(*mixed), right, id="bounds in natural order")
+    yield pytest.param(
+        auto, Visible(*shared), Visible(*apart), id="intervals that share keys"
+    )
+    yield pytest.param(auto, permuted, ids, id="ids in layout order")
+
+
+@functools.cache
+def loss_gradient(kind, check_masks):
+    """Returns (x, bounds or ids) -> gradient and out, compiled once for each shape."""
+    mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(kind,) * 2)
+    attend = make_ring_attention(
+        mesh,
+        layout=layout.Striped(),
+        implementation="reference",
+        check_masks=check_masks,
+    )
+
+    def loss(x, seen):
+        seen = seen if isinstance(seen, Visible) else masks.documents(seen)
+        out = attend(x, x, x, seen)
+        return (out**2).sum(), out
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind, wrong, right", list(wrong_masks()))
+def test_masks_that_decrease_under_jit_give_nan_where_asked_for(kind, wrong, right):
+    """In their rows alone, and in the gradients; right ones change nothing."""
+    x = jax.random.normal(jax.random.key(0), (2, 16, 2, 8))
+    checked, plain = (loss_gradient(kind, check_masks) for check_masks in (True, False))
+    for found, want in zip(checked(x, right), plain(x, right), strict=True):
+        np.testing.assert_array_equal(found, want)
+    for found, want in zip(checked(x, wrong), plain(x, wrong), strict=True):
+        (found, other), (want, _) = np.asarray(found), np.asarray(want)
+        np.testing.assert_array_equal(found, want)
+        assert np.isnan(other).all()
+
+
 def test_a_ring_outside_of_jit_is_compiled_once():
     attend = make_ring_attention(ring_mesh(4), layout=layout.Striped())
     x = jnp.ones((1, 64, 2, 8))

@@ -67,7 +67,7 @@ def test_rings_of_global_arrays_take_masks_and_bounds_of_intervals(shape, is_mas
     mask, window = UNIONS["shared_prefix"](tokens, tokens), masks.window(23)
     want = attention(q, k, v, visible=mask & window, implementation="reference")
     attend = make_ring_attention(
-        ring_mesh(4), layout=order[0], implementation="reference"
+        ring_mesh(4), layout=order[0], implementation="reference", check_masks=True
     )
     index = layout.order(*order, tokens)
     visible = mask if is_mask else mask(index, tokens)
