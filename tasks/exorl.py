@@ -61,10 +61,12 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig:
 
     Raises:
       ValueError: sizes that make no model.
-      FileNotFoundError, ValueError: as `trajectories.sizes`.
+      FileNotFoundError, ValueError: as `trajectories.opened`, for columns that are 0.
     """
-    agent, ends = config.agent, trajectories.sizes(config)
-    given = config.model.to_dict() | agent.to_dict() | ends
+    agent, given = config.agent, config.model.to_dict() | config.agent.to_dict()
+    if not all(agent[name] for name in trajectories.SIZES):
+        file = trajectories.opened(config)
+        given |= {name: getattr(file, name) for name in trajectories.SIZES}
     known = {field.name for field in dataclasses.fields(AgentConfig)}
     fields = {name: value for name, value in given.items() if name in known}
     scaling = RopeScaling(**config.rope_scaling) if agent.reads_positions else UNTURNED

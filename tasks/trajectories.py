@@ -65,19 +65,6 @@ def opened(config: ml_collections.ConfigDict) -> TrajectoryFile:
     return file
 
 
-def sizes(config: ml_collections.ConfigDict) -> dict[str, int]:
-    """Returns the config's numbers of SIZES; where one is 0, the trajectories'.
-
-    Raises:
-      FileNotFoundError, ValueError: as `opened`, where they are needed.
-    """
-    found = {name: config.agent[name] for name in SIZES}
-    if all(found.values()):
-        return found
-    file = opened(config)
-    return {name: getattr(file, name) for name in SIZES}
-
-
 def of_split(
     config: ml_collections.ConfigDict, file: TrajectoryFile, split: str
 ) -> np.ndarray:

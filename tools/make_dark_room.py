@@ -82,15 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--episodes", type=at_least(2), help=episodes)
     add("--seed", default=0, type=at_least(0), help="default: %(default)s")
     chosen = parser.parse_args(arguments)
-    room = ROOMS[chosen.room]
-    episodes = chosen.episodes or STEPS // room.steps
+    episodes = chosen.episodes or STEPS // ROOMS[chosen.room].steps
     file = make(chosen.room, chosen.recorded, episodes, chosen.seed, chosen.output)
-    best = room.best_return(room.goals).mean()
-    print(
-        f"{len(file.returns):,} episodes of {len(set(file.worlds))} worlds, "
-        f"{file.lengths.sum():,} steps; mean return {file.returns.mean():.2f}, the "
-        f"best possible {best:.2f}; written to {file.directory}"
-    )
+    print(file.describe())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ tools/pack_exorl.py computes the others'. The same seed makes the same files.
 """
 
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from tqdm import tqdm
 from data.agents import environments
 from data.agents.environments import FARTHEST_GOAL, Environment
 from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
-from data.agents.exorl import quantiles
 from data.files import new_directory
 from data.remote import place
 from tasks.command_line import Parser, as_program, at_least
@@ -48,37 +46,22 @@ def make(
 
     Raises:
       FileExistsError: there is such a data set already; it is not touched.
-      ValueError: actions would be held for longer than an episode.
       ImportError: dm_control is missing.
     """
-    if action_repeat > MOST_STEPS:
-        raise ValueError(
-            f"{action_repeat=} must be at most the {MOST_STEPS} steps of an episode"
-        )
-    recipe = {"domain": domain, "episodes": episodes, "seed": seed}
-    recipe["action_repeat"] = action_repeat
-    environments.check_simulator()
+    recipe = {"episodes": episodes, "seed": seed, "action_repeat": action_repeat}
     buffer = Buffer(output, domain, ALGORITHM)
     with new_directory(buffer.directory) as new:
         folder = new / "buffer"
         folder.mkdir()
-        task = environments.tasks(domain)[0]
-        environment, returns = Environment(domain, task), []
+        environment = Environment(domain, environments.tasks(domain)[0])
         for number in tqdm(range(episodes), unit=" episodes", disable=None):
             rng = np.random.default_rng([seed, number])
-            episode = _record(environment, folder, number, action_repeat, rng)
-            write_episode(episode)
-            returns.append(float(episode.reward.sum(dtype=np.float64)))
+            write_episode(_record(environment, folder, number, action_repeat, rng))
         meta = {
             "generator": "tools/make_exorl.py of Annulus: no data of ExoRL",
-            "recipe": recipe,
-            "stored_task": task,
-            "returns": quantiles(returns),
-            "versions": {
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                **environments.versions(),
-            },
+            "recipe": {"domain": domain} | recipe,
+            "stored_task": environment.task,
+            "versions": {"numpy": np.__version__} | environments.versions(),
         }
         (new / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return buffer
@@ -151,10 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--action-repeat", type=at_least(1), default=1, help=held)
     add("--episodes", type=at_least(1), default=300, help=default)
     add("--seed", type=at_least(0), default=0, help=f"of all that is drawn {default}")
-    directory = make(**vars(parser.parse_args(arguments))).directory
-    meta = json.loads((directory / "meta.json").read_text())
-    returns = ", ".join(f"{q} {value:.1f}" for q, value in meta["returns"].items())
-    print(f"{meta['stored_task']}: returns {returns}\nwritten to {directory}")
+    buffer = make(**vars(parser.parse_args(arguments)))
+    print(f"written to {buffer.directory}")
 
 
 if __name__ == "__main__":

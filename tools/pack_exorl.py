@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     selection = exorl.Selection(**{name: getattr(chosen, name) for name in names})
     buffer = Buffer(chosen.root, chosen.domain, chosen.algorithm)
     for packed in exorl.pack(buffer, chosen.task, chosen.cache, selection):
-        print(exorl.describe(packed))
+        print(packed.describe())
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from data.agents.environments import INSTALL
-from data.agents.gymnasium_rows import flat, to_agent
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from tasks.command_line import Parser, as_program
+from tools.lib.exorl.scenes import flat, to_agent
 
 
 def pack(dataset: Any, directory: Path) -> TrajectoryFile:
@@ -94,9 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{made.total_episodes:,} episodes written as {made.id}")
         return
     dataset = minari.load_dataset(chosen.dataset)
-    file = pack(dataset, chosen.cache / "minari" / chosen.dataset)
-    print(f"{len(file.returns):,} episodes, {file.lengths.sum():,} steps; written to")
-    print(file.directory)
+    print(pack(dataset, chosen.cache / "minari" / chosen.dataset).describe())
 
 
 if __name__ == "__main__":

@@ -152,9 +152,7 @@ def read_episode(path: Path, domain: str) -> Episode:
     Raises:
       BadEpisode: the file is missing or damaged, or is not an episode of the domain.
       OSError: it cannot be read now, whatever it holds.
-      ValueError: ExoRL has no such domain.
     """
-    check_domain(domain)
     steps = steps_of(path)
     try:
         arrays = _read_arrays(path, steps, DOMAINS[domain])

@@ -151,6 +151,16 @@ class TrajectoryFile:
             steps.append(family.best(seen, self.targets[worlds]).astype(np.float32))
         return np.concatenate([*steps, rewards], axis=-1)
 
+    def describe(self) -> str:
+        """Describes the episodes and their returns in two lines."""
+        lengths, returns = self.lengths, self.returns
+        return (
+            f"{len(lengths):,} episodes of {lengths.min()} to {lengths.max()} steps, "
+            f"{lengths.sum():,} steps; returns {returns.min():.2f} to "
+            f"{returns.max():.2f}, mean {returns.mean():.2f}\n"
+            f"written to {self.directory}"
+        )
+
     @cached_property
     def family(self) -> Family | None:
         """The family of tasks that the worlds are of; None of one task."""
@@ -289,27 +299,19 @@ class TrajectoryWriter(PackedWriter):
         self, parts: Sequence[np.ndarray], rewards: np.ndarray, world: int
     ) -> None:
         """Raises ValueError where an episode's parts and rewards do not fit."""
-        number = len(self.lengths)
-        shapes = *(part.shape for part in parts), rewards.shape[1:]
-        if (
-            [len(shape) for shape in shapes] != [2] * len(parts) + [1]
-            or len({shape[0] for shape in shapes}) > 1
-            or 0 in (*shapes[0], *shapes[1], len(rewards))
-            or len({shape[1] for shape in shapes[1:-1]}) > 1
-        ):
+        steps, worlds = rewards.shape[1:], len(rewards)
+        shapes = [part.shape for part in parts]
+        sizes = tuple(shape[-1] for shape in shapes)
+        fits = len(steps) == 1 and shapes == [(*steps, size) for size in sizes]
+        fits &= 0 not in (*steps, *sizes, worlds)
+        before = (self._sizes, self._shared_by) if self.lengths else (sizes, worlds)
+        if not fits or world < 0 or (sizes, worlds) != before:
             raise ValueError(
-                f"episode {number} has arrays of {', '.join(map(str, shapes))}: give "
-                f"(T, observation), (T, action){' twice' * (len(parts) > 2)} and (T,), "
-                "and at least one of each"
-            )
-        if world < 0:
-            raise ValueError(f"{world=} of episode {number} must be 0 or more")
-        sizes, count = tuple(part.shape[1] for part in parts), len(rewards)
-        if self.lengths and (sizes, count) != (self._sizes, self._shared_by):
-            raise ValueError(
-                f"episode {number} has observations and actions of {sizes}, and "
-                f"rewards of {count} worlds, those before of {self._sizes} and "
-                f"{self._shared_by}: pack one domain at a time"
+                f"episode {len(self.lengths)} of {world=} has arrays of "
+                f"{', '.join(map(str, shapes))} and rewards of {rewards.shape}: give "
+                "(T, observation), (T, action), once or twice, and (T,), or (W, T) of "
+                f"W worlds, and at least one of each; sizes must be {before[0]} and W "
+                f"{before[1]}, as before: pack one domain at a time"
             )
 
     def _finish(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from data.agents import exorl
 from data.agents.environments import Environment
 from data.agents.episodes import BadEpisode, Buffer, read_episode, write_episode
 from data.agents.exorl import Selection, pack
-from data.agents.trajectory_file import TrajectoryFile
 from tests.cases import table
 from tests.small.episodes import rolled_out, rolled_out_buffer
 
@@ -29,10 +28,6 @@ def packed(buffer, task, *options):
     return file
 
 
-def damage(path):
-    path.write_bytes(path.read_bytes()[:-50])
-
-
 def test_packed_steps_are_aligned_and_kept(tmp_path, cartpole):
     buffer = rolled_out_buffer(tmp_path / "data", cartpole, [6, 4])
     file = packed(buffer, "balance", tmp_path / "cache")
@@ -47,8 +42,6 @@ def test_packed_steps_are_aligned_and_kept(tmp_path, cartpole):
     np.testing.assert_allclose(file.returns[1], second.reward[1:].sum(), rtol=1e-6)
     with pytest.raises(FileExistsError, match="balance already exists and is left"):
         packed(buffer, "balance", tmp_path / "cache")
-    again = TrajectoryFile.open(file.directory)
-    np.testing.assert_array_equal(again.steps[:], steps)
 
 
 def test_files_are_read_once_for_all_tasks_and_indices_say_what_is_packed(
@@ -106,16 +99,17 @@ def test_tasks_of_a_family_are_worlds_of_the_same_steps(tmp_path):
     assert described[1][:3] == described[0]
 
 
-@pytest.mark.parametrize("off", [0, 0.01])
-def test_a_wrong_file_is_named_and_nothing_is_left(real, tmp_path, off):
+FAR = r"observations are 0\.01 off .*cartpole.*0\.0001: .*model"
+
+
+@pytest.mark.parametrize(("off", "said"), [(0, "unreadable npz"), (0.01, FAR)])
+def test_a_wrong_file_is_named_and_nothing_is_left(real, tmp_path, off, said):
     path = real.scan()[1]
     episode = read_episode(path, "cartpole")
     episode.observation[:] += off
     write_episode(episode)
     if not off:
-        damage(path)
-    far = r"observations are 0\.01 off .*cartpole.*0\.0001: .*model"
-    said = far if off else "unreadable npz"
+        path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(BadEpisode, match=rf"1_20\.npz: {said}"):
         packed(real, "balance", tmp_path / "cache")
     left = (tmp_path / "cache").rglob("*")

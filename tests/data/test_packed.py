@@ -272,7 +272,9 @@ def test_steps_of_many_worlds_are_written_once_and_read_for_each(
         np.testing.assert_array_equal(getattr(once, name), getattr(each, name))
     for name in ("returns", "observation_mean", "observation_std"):
         np.testing.assert_allclose(getattr(once, name), getattr(each, name), rtol=1e-6)
-    with pytest.raises(ValueError, match="of 2 worlds, those before of .* 3: pack one"):
+    with pytest.raises(
+        ValueError, match=r"rewards of \(2, .* and W 3, as before: pack one"
+    ):
         with TrajectoryWriter(tmp_path / "other", {}) as writer:
             for (observation, action, reward), count in zip(
                 shared, (3, 2), strict=False
@@ -286,7 +288,7 @@ def test_episodes_of_other_shapes_are_refused(tmp_path, shapes, match):
     named = zip(names, shapes, strict=False)
     episode = {name: np.full(shape, 0.25) for name, shape in named}
     writer = TrajectoryWriter(tmp_path / "run", {})
-    with pytest.raises(ValueError, match=f"episode 1 has .*{match}"), writer:
+    with pytest.raises(ValueError, match=f"episode 1 of world=0 has .*{match}"), writer:
         writer.write(*some_episodes([3])[0])
         writer.write(**episode)
     assert list(tmp_path.iterdir()) == []

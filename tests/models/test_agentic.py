@@ -1,8 +1,5 @@
 """Agents: causal as they must be, and the same on every ring and in every layout."""
 
-import functools
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from tests.small.agents import (
     Run,
     chains_of,
     make_trajectories,
+    one_device,
 )
 from tests.small.models import assert_same
 from training.mesh import MeshShape
@@ -28,11 +26,6 @@ REAL = 2 * EPISODE_STEPS
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> TrajectoryFile:
     return make_trajectories(tmp_path_factory.mktemp("data"))
-
-
-@functools.cache
-def one_device(**overrides: Any) -> Run:
-    return Run(MeshShape(), "vanilla", **overrides)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """A small agent, trajectories for it, and a batch of their chains."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,9 @@ class Run:
     def actions(self, batch: ChainBatch) -> np.ndarray:
         """Predicted for a batch in the order of the chains; on one device only."""
         return np.asarray(self._predict(self.parameters, self._placed(batch)))
+
+
+@functools.cache
+def one_device(**overrides: Any) -> Run:
+    """The small agent on one device."""
+    return Run(MeshShape(), "vanilla", **overrides)

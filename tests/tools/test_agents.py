@@ -1,6 +1,5 @@
 """Agents at work: the cache, the record of what they did, and who sees what."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -11,17 +10,16 @@ from data.agents.chains import ChainBatch, of_step_before, standardised
 from models.actions import Actions
 from tests.small import agents
 from tests.small.agents import (
-    CLONER,
     EPISODE_STEPS,
     OBSERVATION_SIZE,
     ONE_TOKEN,
     ROWS,
     Run,
+    one_device,
 )
 from tools.lib.exorl import agents as actors
 from tools.lib.exorl.agents import Choice, actor
-from tools.lib.exorl.contexts import Context
-from tools.lib.exorl.play import Play
+from tools.lib.exorl.play import Context, Play
 from training.mesh import MeshShape
 
 TARGET = 5.0
@@ -95,11 +93,6 @@ def played(agent, file, forgets=False, scenes=None, window=None, **options):
 
 def part_of(steps, part):
     return jax.tree.map(lambda x: x[:, part], steps)
-
-
-@functools.cache
-def one_device(**overrides):
-    return Run(MeshShape(), "vanilla", **overrides)
 
 
 def whole_forward(steps, **overrides):
@@ -183,14 +176,6 @@ def kept(predicted, result):
     return result
 
 
-def test_a_prompt_is_of_drawn_actions_and_changes_what_follows(one_token, file):
-    alone = played(one_token, file, scenes=episodes(1)).steps.actions
-    outcome = played(one_token, file, drawn=1)
-    drawn, own = np.split(outcome.steps.actions, 2, axis=1)
-    assert 0.1 < drawn[..., 0].mean() < 0.9
-    assert outcome.returns.shape == (ROWS, 2) and (own != alone).any()
-
-
 def test_a_context_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(actors, "device_memory", lambda device: 100)
@@ -240,10 +225,6 @@ def test_an_empty_context_begins_anew_with_every_episode(agent, file):
         one = part_of(steps, part)
         want = whole_forward(one._replace(ranks=np.zeros_like(one.ranks)))
         np.testing.assert_allclose(one.actions, want, atol=1e-4)
-    # The first episode is the same; the second one is not, for it has no first.
-    own = played(agent, file).steps
-    np.testing.assert_array_equal(own.actions[:, FIRST], steps.actions[:, FIRST])
-    assert np.abs(own.actions - steps.actions)[:, SECOND].max() > 1e-2
 
 
 def test_the_record_is_a_chain(agent, file):
@@ -289,11 +270,3 @@ def test_episodes_that_end_early_leave_rows_as_if_they_had_been_alone(
         part = slice(lengths[numbers[-2]][row] if prompt else 0, count)
         one = jax.tree.map(lambda x, row=row: x[[row] * ROWS], steps)
         assert_as_the_whole_forward(one, KINDS[kind], part, is_short=True)
-
-
-def test_a_window_of_one_token_acts_alike_in_every_context(file):
-    agent = acting(**CLONER)
-    own, empty = played(agent, file), played(agent, file, True)
-    np.testing.assert_array_equal(own.returns, empty.returns)
-    want = whole_forward(own.steps, **CLONER)
-    np.testing.assert_allclose(own.steps.actions, want, atol=1e-4)

@@ -1,7 +1,7 @@
-"""Recorded episodes: of noise in ExoRL's format, packed, and of Dark Room."""
+"""Recorded episodes: of noise in ExoRL's format, of Dark Room, and Minari's, packed."""
 
 import json
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,38 +9,39 @@ import pytest
 from data.agents.dark_room import MOVES, ROOMS, record
 from data.agents.episodes import BadEpisode, read_episode
 from data.agents.exorl import Selection, pack
-from data.agents.trajectory_file import TrajectoryFile
-from tools import make_dark_room, make_exorl, pack_exorl
+from tools import make_dark_room, make_exorl, pack_exorl, pack_minari
+from tools.lib.exorl.scenes import flat, of_agent, to_agent
 from tools.make_exorl import draw_noise
-
-FEW = {"domain": "cartpole", "episodes": 3, "seed": 3, "action_repeat": 8}
-
-
-def made(directory, **changes):
-    return make_exorl.make(directory, **FEW | changes)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("data"))
+    return make_exorl.make(tmp_path_factory.mktemp("data"), "cartpole", 3, 3, 8)
 
 
-def contents(buffer):
-    files = [path for path in buffer.directory.rglob("*") if path.is_file()]
-    return {path.relative_to(buffer.directory): path.read_bytes() for path in files}
+ROOM = "--room 9x9 --recorded exploration --episodes 3"
+POLE = "--domain cartpole --episodes 1 --action-repeat 8"
 
 
-@pytest.mark.thorough
-def test_the_same_seed_makes_the_same_bytes_which_are_kept(few, tmp_path):
-    before = contents(few)
-    again = contents(made(tmp_path))
-    assert len(again) == 4 and before == again
-    other = contents(made(tmp_path / "other", seed=4, episodes=1))
-    episode = Path("buffer/episode_000000_1000.npz")
-    assert other[episode] != before[episode]
-    with pytest.raises(FileExistsError, match="scripted already exists and is left"):
-        made(few.root)
-    assert contents(few) == before
+@pytest.mark.parametrize(
+    ("program", "words"), [(make_exorl, POLE), (make_dark_room, ROOM)]
+)
+def test_the_same_seed_makes_the_same_bytes_which_are_kept(
+    program, words, tmp_path, capsys
+):
+    def files(name, seed):
+        output = tmp_path / name
+        options = ["--output", str(output), "--seed", seed]
+        assert program.main([*words.split(), *options]) == 0
+        paths = [path for path in output.rglob("*") if path.is_file()]
+        return {path.relative_to(output): path.read_bytes() for path in paths}
+
+    one, other = files("one", "1"), files("other", "0")
+    assert one == files("two", "1") and len(one) == 2
+    assert one.keys() == other.keys()
+    assert not {*one.values()} & {*other.values()}
+    assert program.main([*words.split(), "--output", f"{tmp_path}/one"]) != 0
+    assert "already exists and is left" in capsys.readouterr().err
 
 
 def test_noise_has_its_strength_and_its_colour(rng):
@@ -55,7 +56,7 @@ def test_noise_has_its_strength_and_its_colour(rng):
 
 
 def test_a_point_mass_walks_to_places_everywhere(tmp_path):
-    buffer = made(tmp_path, domain="point_mass", episodes=12, action_repeat=20)
+    buffer = make_exorl.make(tmp_path, "point_mass", 12, 3, action_repeat=20)
     seen = [read_episode(path, "point_mass").observation for path in buffer.scan()]
     last = np.array([observation[-1, :2] for observation in seen])
     # Far from the walls, where noise alone would end, and in all directions.
@@ -74,7 +75,6 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
     np.testing.assert_allclose(one.returns, of_episode, rtol=1e-6)
     meta = json.loads((few.directory / "meta.json").read_text())
     assert meta["stored_task"] == "swingup"  # the domain's first task
-    assert meta["returns"]["100%"] == pytest.approx(max(of_episode), abs=0.01)
     assert eight.lengths.tolist() == [125] * 3
     np.testing.assert_allclose(eight.returns, one.returns, rtol=1e-6)
     np.testing.assert_array_equal(eight.steps[:][:, :-1], one.steps[:][::8, :-1])
@@ -89,20 +89,13 @@ def test_actions_are_held_and_packed_as_one(few, tmp_path):
         pack(few, ["swingup"], tmp_path / "three", Selection(action_repeat=3))
 
 
-def test_the_program_tells_what_it_packed_and_names_the_bad_file(few, tmp_path, capsys):
-    words = (
-        f"--root {few.root} --domain cartpole --algorithm scripted --cache {tmp_path}"
-    )
-    words = f"{words} --task swingup --max-transitions 2000"
+def test_the_program_tells_what_it_packed(few, tmp_path, capsys):
+    words = f"--root {few.root} --domain cartpole --algorithm scripted --task swingup"
+    words = f"{words} --max-transitions 2000 --cache {tmp_path}"
     assert pack_exorl.main(words.split()) == 0
-    assert "2 episodes of 1000 to 1000 steps, 2,000" in capsys.readouterr().out
-    (tmp_path / "cartpole/scripted/buffer").mkdir()
-    bad = tmp_path / "cartpole/scripted/buffer/episode_0_4.npz"
-    bad.write_bytes(b"some text")
-    words = words.replace(str(few.root), str(tmp_path)).replace("swingup", "balance")
-    assert pack_exorl.main(words.split()) == 1
-    expected = f"error: {bad}: unreadable npz (BadZipFile: File is not a zip file)\n"
-    assert capsys.readouterr().err == expected
+    said = capsys.readouterr().out
+    assert "2 episodes of 1000 to 1000 steps, 2,000 steps; returns" in said
+    assert f"written to {tmp_path}/cartpole/scripted/swingup" in said
 
 
 # Dark Room: its end points, which are exact, and what is recorded there.
@@ -164,16 +157,57 @@ def test_files_of_rooms_have_worlds_targets_and_a_learner_that_learns(tmp_path):
     assert (moved[goes_down] >= 0).all() and (moved[goes_down] == 1).any()
 
 
-def test_the_same_seed_makes_the_same_rooms_and_none_is_overwritten(tmp_path, capsys):
-    arguments = "--room 9x9 --recorded exploration --episodes 3 --output".split()
+# Spaces of gymnasium as agents see them, and Minari's episodes.
 
-    def steps(name, seed):
-        output = str(tmp_path / name)
-        assert make_dark_room.main([*arguments, output, "--seed", seed]) == 0
-        return TrajectoryFile.open(tmp_path / name).steps[:]
+BOX = SimpleNamespace(
+    low=np.array([[-2.0, 0.0]]),
+    high=np.array([[2.0, 4.0]]),
+    shape=(1, 2),
+    dtype=np.dtype(np.float32),
+)
+DISCRETE = SimpleNamespace(n=3, start=1)
 
-    one = steps("one", "1")
-    np.testing.assert_array_equal(one, steps("two", "1"))
-    assert (one != steps("other", "0")).any()
-    assert make_dark_room.main([*arguments, f"{tmp_path}/one"]) != 0
-    assert "exists" in capsys.readouterr().err
+
+def test_actions_of_spaces_go_both_ways():
+    actions = np.array([[[2.0, 1.0]], [[-2.0, 4.0]]], np.float32)
+    agents = to_agent(actions, BOX)
+    assert agents.tolist() == [[1, -0.5], [-1, 1]]
+    np.testing.assert_array_equal(of_agent(agents, BOX), actions, strict=True)
+    chosen = to_agent(np.array([1, 3]), DISCRETE)
+    assert chosen.tolist() == [[1, 0, 0], [0, 0, 1]]
+    assert of_agent(chosen, DISCRETE).tolist() == [1, 3]
+    with pytest.raises(ValueError, match="neither of a Box nor of a Discrete"):
+        to_agent(actions, "a text")
+
+
+def test_a_dataset_is_packed_with_flat_observations(tmp_path):
+    """Episodes as Minari gives them: one more observation, of the end."""
+    rng, episodes = np.random.default_rng(5), []
+    for length in 4, 2:
+        seen = {
+            "z": rng.normal(size=(length + 1, 2, 2)),
+            "a": rng.normal(size=length + 1),
+        }
+        rewards = rng.uniform(size=length)
+        actions = rng.integers(1, 4, size=length)
+        one = SimpleNamespace(observations=seen, actions=actions, rewards=rewards)
+        episodes.append(one)
+    dataset = SimpleNamespace(
+        id="some/data-v0",
+        env_spec=SimpleNamespace(to_json=lambda: "a description"),
+        action_space=DISCRETE,
+        iterate_episodes=lambda: iter(episodes),
+    )
+    file = pack_minari.pack(dataset, tmp_path / "packed")
+    assert file.lengths.tolist() == [4, 2] and file.index["task"] == "some/data-v0"
+    assert (file.observation_size, file.action_size) == (5, 3)
+    assert file.index["environment"] == "a description"
+    np.testing.assert_allclose(
+        file.returns, [one.rewards.sum() for one in episodes], rtol=1e-6
+    )
+    last = file.read(np.arange(4, 6))
+    seen = episodes[1].observations
+    np.testing.assert_allclose(last[:, 0], seen["a"][:2], rtol=1e-6)
+    np.testing.assert_allclose(last[:, 1:5], seen["z"][:2].reshape(2, 4), rtol=1e-6)
+    assert (last[:, 5:8].argmax(axis=1) + 1 == episodes[1].actions).all()
+    assert flat(seen).shape == (3, 5)

@@ -38,7 +38,7 @@ import numpy as np
 
 from data.agents import environments
 from data.agents.chains import SPLITS, STD_FLOOR, ChainBatch
-from data.agents.dark_room import ROOMS
+from data.agents.dark_room import ROOMS, DarkRoom
 from data.agents.episodes import DOMAINS
 from data.agents.trajectory_file import TrajectoryFile
 from tasks import exorl, trajectories
@@ -47,9 +47,7 @@ from tasks.exorl import AgentRun
 from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Actor, actor, chance
-from tools.lib.exorl.contexts import Context, contexts
-from tools.lib.exorl.play import Play
-from tools.lib.exorl.references import references
+from tools.lib.exorl.play import Context, Play, contexts
 from tools.lib.exorl.scores import of_worlds, scores
 from tools.lib.files import write_json
 from training.weights import SavedParameters
@@ -130,7 +128,7 @@ def evaluate(
         "worlds": of_rows.tolist(),
         "split": options.split,
         "action_repeat": file.action_repeat,
-        "references": references(ROOMS[file.index["task"]], of_rows, options.episodes)
+        "references": _of_room(ROOMS[file.index["task"]], of_rows, options.episodes)
         if file.index["domain"] == "dark_room"
         else _simulated(file, play, needed, rows),
         "seeds": seeds.tolist(),
@@ -166,6 +164,16 @@ def _targets(
         trained = file.returns[trajectories.of_split(config, file, "train")]
         return np.full(len(worlds), trained.max())
     return np.array([file.returns[file.worlds == world].max() for world in worlds])
+
+
+def _of_room(room: DarkRoom, worlds: np.ndarray, episodes: int) -> dict[str, Any]:
+    """Returns exact mean returns over the worlds (E,) of rows, and an explorer's."""
+    goals = room.goals[np.unique(worlds)]
+    return {
+        "oracle": float(room.best_return(goals).mean()),
+        "random": float(room.random_return()[np.unique(worlds)].mean()),
+        "explorer": room.explorer_returns(goals, episodes).mean(axis=0).tolist(),
+    }
 
 
 def _simulated(

@@ -1,5 +1,6 @@
 """Episodes that agents play, one after the other, in contexts of all kinds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -8,8 +9,62 @@ import numpy as np
 from data.agents.chains import ChainBatch, standardised
 from data.agents.trajectory_file import TrajectoryFile
 from tools.lib.exorl.agents import Actor, Policy, chance
-from tools.lib.exorl.contexts import Context
-from tools.lib.exorl.scenes import Scene
+from tools.lib.exorl.scenes import Scene, scene
+
+
+@dataclass(frozen=True)
+class Context:
+    """Episodes in a context, in their order.
+
+    scenes: each in a scene, with the seeds of its rows, int (E,).
+    before: how many at the beginning are not asked for.
+    drawn: how many at the beginning are of drawn actions.
+    forgets: whether the context is emptied before every episode.
+    """
+
+    scenes: list[tuple[Scene, np.ndarray]]
+    before: int = 0
+    drawn: int = 0
+    forgets: bool = False
+
+
+def contexts(
+    file: TrajectoryFile,
+    worlds: np.ndarray,
+    seeds: np.ndarray,
+    random: Sequence[int] = (),
+    asked: Sequence[str] | None = None,
+) -> dict[str, Context]:
+    """Returns contexts of rows that are of these worlds, int (n,), in turn, by name.
+
+    seeds: (E, episodes). random: numbers of episodes of drawn actions in a context.
+    asked: names of some; None for all. Those of drawn actions are there in any case.
+
+    Raises:
+      ValueError: a name has no context, or no context is left.
+    """
+    rows, episodes = seeds.shape
+    own = scene(file, np.resize(worlds, rows))
+    numbers = [(own, of_rows) for of_rows in seeds.T]
+    found = {
+        "own": Context(numbers),
+        "empty": Context(numbers, forgets=True),
+    }
+    if len(worlds) > 1 and episodes > 1:
+        other = scene(file, np.resize(np.roll(worlds, 1), rows))
+        elsewhere = [(other, of_rows) for of_rows in seeds.T[:-1]]
+        found["other"] = Context([*elsewhere, numbers[-1]], episodes - 1)
+    for count in random:
+        drawn = [numbers[number % episodes] for number in range(count)]
+        found[f"random_{count}"] = Context([*drawn, numbers[-1]], count, count)
+    if asked is None:
+        return found
+    chosen = {name: c for name, c in found.items() if c.drawn or name in asked}
+    if {*asked} - found.keys() or not chosen:
+        raise ValueError(
+            f"--contexts {' '.join(asked)}: give some of {', '.join(found)}"
+        )
+    return chosen
 
 
 @dataclass
@@ -41,7 +96,7 @@ class Play:
         self._done, returns, drawn = [], [], context.drawn
         drawing, act = chance(self.actor.choose), self.policy or self.actor.act
         slides = self.window and not (context.forgets or drawn)
-        for played, (scene, seeds) in enumerate(context.scenes):
+        for played, (where, seeds) in enumerate(context.scenes):
             rank = played
             if slides and played >= self.window:
                 self._drop_the_first()
@@ -51,7 +106,7 @@ class Play:
             if drawn and rank == drawn:
                 self.actor.read(self.steps())
             policy = drawing if rank < drawn else act
-            returns.append(self._episode(policy, scene, seeds, rank))
+            returns.append(self._episode(policy, where, seeds, rank))
         return np.stack(returns, axis=1)
 
     def steps(self) -> ChainBatch:
@@ -79,16 +134,16 @@ class Play:
         self.actor.read(self.steps())
 
     def _episode(
-        self, policy: Policy, scene: Scene, seeds: np.ndarray, rank: int
+        self, policy: Policy, where: Scene, seeds: np.ndarray, rank: int
     ) -> np.ndarray:
-        """Plays an episode of the scene, and returns the rows' returns (E,)."""
-        observations, _ = scene.reset(seed=seeds.tolist())
+        """Plays an episode of a scene, and returns the rows' returns (E,)."""
+        observations, _ = where.reset(seed=seeds.tolist())
         total, timestep = np.zeros(len(observations)), 0
         goes_on = np.ones(len(observations), bool)
         while goes_on.any():
             present = self._present(observations, total, timestep, rank, goes_on)
             actions = policy(present)
-            observations, rewards, over, timed_out, _ = scene.step(actions)
+            observations, rewards, over, timed_out, _ = where.step(actions)
             rewards, ended = np.where(goes_on, rewards, 0), over | timed_out
             total += rewards
             done = present._replace(
