@@ -99,7 +99,10 @@ def read_returns(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
             ) from error
         if same:
             same[0]["contexts"] |= results["contexts"]
-            same[0]["references"] |= results["references"]
+            known = same[0]["references"]
+            for reference, new in results["references"].items():
+                # An explorer's are of as many episodes as the file's contexts have.
+                known[reference] = max(known.get(reference, new), new, key=np.size)
         else:
             runs.append(results)
     return found
@@ -247,6 +250,9 @@ def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
         for axes, (x, draw) in zip(row, PANELS.items(), strict=False):
             for name, runs in agents.items():
                 draw(axes, runs, colours[name], name)
+            if not axes.lines:
+                axes.set_axis_off()
+                continue
             _references(axes, [run for runs in agents.values() for run in runs], x)
             axes.set_title(task, color=INK, fontsize=11)
             axes.set_xlabel(x, color=INK)

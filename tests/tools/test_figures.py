@@ -58,6 +58,7 @@ def test_seeds_make_one_curve_and_rows_of_one_world_one_value(tmp_path):
     two = results([[2.0, 5.0], [4.0, 5.0], [4.0, 7.0]], 1, worlds=[7, 2, 2])
     more = results([[0.0]], 1, contexts=drawn, worlds=[7, 2, 2])
     del more["contexts"]["own"]
+    more["references"]["tabular"] = [1.0]  # of its one episode
     tasks = read(tmp_path, one, two, more)
     ((name, runs),) = tasks["walk"].items()
     # Of worlds 2 and 7 in seeds 0 and 1: 4 and 1, 4 and 2; 7 and 9, 6 and 5.
