@@ -124,6 +124,8 @@ def check(config: ConfigDict, devices: int | None) -> None:
     Raises:
       ValueError: lists everything that is wrong.
     """
+    if config.task == "exorl" and "agent" not in config:
+        raise ValueError(f"{config.task=} needs a config of configs/agents.py")
     checks: list[Callable[[ConfigDict], object]] = [
         _fields,
         corpora.named,
