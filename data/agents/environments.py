@@ -4,10 +4,12 @@ This is the only module that imports dm_control, and only when an `Environment` 
 made: reading, packing and training on data that are packed do without it.
 """
 
+import contextlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,17 @@ SUITE_TASKS = {
     "point_mass": ("easy",),
     "walker": ("stand", "walk", "run"),
 }
+# Where the arm has to reach, in metres; in no observation.
+JACO_TARGETS = {
+    "reach_top_left": (-0.09, 0.09, 0.001),
+    "reach_top_right": (0.09, 0.09, 0.001),
+    "reach_bottom_left": (-0.09, -0.09, 0.001),
+    "reach_bottom_right": (0.09, -0.09, 0.001),
+}
+JACO_SECONDS = 10.0
+UNSEEN_IN_PHYSICS = "joints_torque"
+"""A torque sensor shows what acted in the last step, which is in no state."""
+
 GOAL_RADIUS, GOAL_MARGIN, FARTHEST_GOAL = 0.03, 0.07, 0.25
 """Metres, of a point mass between walls 0.3 from the middle."""
 NEAR_GOAL, BRAKING = 0.1, 0.3
@@ -82,7 +95,7 @@ class Step(NamedTuple):
 def tasks(domain: str) -> tuple[str, ...]:
     """Lists a domain's tasks that have environments; ValueError if it is unknown."""
     check_domain(domain)
-    alone = SUITE_TASKS.get(domain, ())
+    alone = tuple(JACO_TARGETS) if domain == "jaco" else SUITE_TASKS.get(domain, ())
     return *alone, *(task for of, task in FAMILIES if of == domain)
 
 
@@ -103,7 +116,8 @@ class Environment:
     """
 
     def __init__(self, domain: str, task: str, targets: np.ndarray | None = None):
-        known = [f"{name} {of}" for name in SUITE_TASKS for of in tasks(name)]
+        domains = *SUITE_TASKS, "jaco"
+        known = [f"{name} {of}" for name in domains for of in tasks(name)]
         if f"{domain} {task}" not in known:
             raise ValueError(
                 f"there is no environment for {domain} {task}: give one of "
@@ -116,22 +130,28 @@ class Environment:
         self.domain, self.task, self.targets = domain, task, targets
         # Without a renderer: none is needed, and those that it would try may be broken.
         os.environ.setdefault("MUJOCO_GL", "disabled")
-        from dm_control import suite
-
-        base, logger = family.base if family else task, logging.getLogger("absl")
-        level = logger.level
-        logger.setLevel(logging.ERROR)  # of attributes in dm_control's own models
-        self._environment = suite.load(domain, base, task_kwargs={"random": 0})
-        logger.setLevel(level)
+        with _quiet_models():
+            if domain == "jaco":
+                self._environment = _load_jaco(JACO_TARGETS[task])
+                self._random = self._environment.random_state
+            else:
+                self._environment = _load_suite(domain, family.base if family else task)
+                self._random = self._environment.task.random
         if family:
             self._environment.task.get_reward = lambda physics: self.rewards()[0]
         spec = self._environment.action_spec()
         self._lowest, self._highest = spec.minimum, spec.maximum
+        seen = {
+            name: np.full(np.shape(value), UNSEEN_IN_PHYSICS not in name)
+            for name, value in self._environment.reset().observation.items()
+        }
+        self.recomputable = _flat(seen).astype(bool)
 
     def reset(self, seed: int) -> np.ndarray:
         """Begins an episode, the same one for the same seed; its first observation."""
-        self._environment.task.random.seed(seed)
-        return _flat(self._environment.reset().observation)
+        self._random.seed(seed)
+        with _quiet_models():
+            return _flat(self._environment.reset().observation)
 
     def step(self, action: np.ndarray, repeat: int = 1) -> Step:
         """Goes on by `repeat` steps, or to the end, and adds up their rewards.
@@ -179,9 +199,15 @@ class Environment:
         return np.array([self._environment.task.get_reward(physics)], np.float64)
 
     def observation(self) -> np.ndarray:
-        """Returns the observation of physics as set, float32 (observation size,)."""
-        task = self._environment.task
-        return _flat(task.get_observation(self._environment.physics))
+        """Returns the observation of physics as set, float32 (observation size,).
+
+        Good where `recomputable`, bool (observation size,), is true.
+        """
+        task, physics = self._environment.task, self._environment.physics
+        if self.domain != "jaco":
+            return _flat(task.get_observation(physics))
+        observables = task.observables.items()
+        return _flat({name: o(physics) for name, o in observables if o.enabled})
 
     def _control(self, action: np.ndarray) -> np.ndarray:
         share = (np.asarray(action, np.float64) + 1) / 2
@@ -205,3 +231,40 @@ def check_simulator() -> None:
         raise ImportError(
             f"dm_control does not work with the mujoco {mujoco} there is: {INSTALL}"
         )
+
+
+@contextlib.contextmanager
+def _quiet_models() -> Iterator[None]:
+    """Leaves out what dm_control warns of in its own models.
+
+    And in the search for the Jaco arm's first pose, which restarts when it fails.
+    """
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _load_suite(domain: str, task: str) -> Any:
+    from dm_control import suite
+
+    return suite.load(domain, task, task_kwargs={"random": 0})
+
+
+def _load_jaco(target: tuple[float, float, float]) -> Any:
+    """URLB's Jaco reach: the manipulation suite's, with a fixed, unobserved target."""
+    # Importing composer makes all deprecation warnings of the process show.
+    with warnings.catch_warnings():
+        from dm_control import composer
+        from dm_control.manipulation import reach
+        from dm_control.manipulation.shared import observations
+
+    # Private names, for which requirements-rl.txt pins dm_control.
+    task = reach._reach(obs_settings=observations.PERFECT_FEATURES, use_site=True)
+    del task.task_observables["target_position"]
+    place = np.array(target)
+    task._target_placer = lambda random_state: place
+    return composer.Environment(task, time_limit=JACO_SECONDS, random_state=0)

@@ -14,7 +14,7 @@ from tests.small.episodes import rolled_out
 
 TASKS = [
     (domain, task)
-    for domain in ("cartpole", "cheetah", "point_mass", "walker")
+    for domain in ("cartpole", "cheetah", "jaco", "point_mass", "walker")
     for task in tasks(domain)
 ]
 
@@ -34,8 +34,17 @@ def test_rewards_and_observations_are_those_of_the_environment(tmp_path, domain,
     exact, *others = computed_rewards(environment, episode)
     assert np.abs(exact - given).max() < 1e-6 and len(others) == (family is not None)
     assert observation_error(environment, episode) < 1e-6
+    # All are compared but the Jaco arm's six torques.
+    assert (~environment.recomputable).sum() == (6 if domain == "jaco" else 0)
     moved = dataclasses.replace(episode, physics=episode.physics + 0.01)
     assert observation_error(environment, moved) > 1e-3
+
+
+def test_episodes_of_the_arm_end_with_their_time():
+    environment = Environment("jaco", "reach_top_left")
+    environment.reset(0)
+    ends = [environment.step(np.zeros(9)).last for _ in range(250)]
+    assert ends == [False] * 249 + [True]
 
 
 def test_targets_are_of_families_alone():
@@ -75,8 +84,8 @@ def test_only_environments_load_the_simulator():
     code = (
         "import sys, data.agents.exorl, data.agents.chains, tools.make_exorl; "
         "assert 'dm_control' not in sys.modules; "
-        "from data.agents.environments import Environment; "
-        "Environment('cheetah', 'run').reset(0)"
+        "from data.agents.environments import Environment; Environment('jaco', "
+        "'reach_top_left').reset(0); Environment('cheetah', 'run').reset(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
