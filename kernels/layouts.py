@@ -26,6 +26,9 @@ from .visible import Array
 
 Number = int | Array
 
+LONGEST = int(np.iinfo(np.int32).max)
+"""Tokens of a sequence at most, as its indices are int32."""
+
 
 class Layout(Protocol):
     """Interface of a layout."""
@@ -163,9 +166,19 @@ def padded_length(layout: Layout, ring_size: int, length: int, slices: int = 1) 
     """Returns the smallest length from `length` on that can be sharded.
 
     slices: as in `divisor`.
+
+    Raises:
+      ValueError: indices of that length do not fit into int32.
     """
     step = divisor(layout, ring_size, slices)
-    return -(-length // step) * step
+    padded = -(-length // step) * step
+    if padded > LONGEST:
+        raise ValueError(
+            f"{length:,} tokens over {ring_size} shards of {layout} would be padded to "
+            f"{padded:,}, and a sequence has at most {LONGEST:,}: choose fewer tokens, "
+            "or a smaller granule of stripes"
+        )
+    return padded
 
 
 def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -> None:
