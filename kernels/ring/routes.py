@@ -108,7 +108,7 @@ class AllShards:
         """Returns the chunks of shards (B, slots, heads, D).
 
         Two chunks are of heads if these suffice, else of slots; cores share out whole
-        heads. What is not to be cut goes one way.
+        heads. Chunks that cannot be cut go one way.
         """
         around, back = range(ring_size), range(0, -ring_size, -1)
         whole = Chunk((0, heads), (0, slots), around)
