@@ -182,7 +182,7 @@ class Chunks:
         return jnp.split(x, ends[:-1], axis) if len(ends) > 1 else [x]
 
     def bounds(self, number: int, shifts: jax.Array) -> Bounds:
-        """Returns the slots that each query sees of a chunk so many devices before."""
+        """Returns the slots that queries see of the chunk `shifts` devices before."""
         chunk, route = self[number], self.ring.route
         begin, end = chunk.slots
         owner = (self.ring.shard() - shifts) % self.ring.size

@@ -47,7 +47,7 @@ def beginning(corpus: Path, size: int) -> bytes:
 
 
 def test_what_was_read_is_printed_and_recorded(tmp_path, capsys):
-    """Files, digests, tokenizer; what is no text, and what is no words, but kept."""
+    """Files, digests, tokenizer; rows without text; rows without words, which stay."""
     texts = {f"{n}.txt": f"text {n}" for n in range(5)}
     texts |= {"page.html": "<html>", "q.json": '{"a": 1}', "a.csv": "a,a\n1,2\n"}
     others = {"rows.csv": "text,a\nrow,2\n", ".hidden/secret.txt": "hidden"}

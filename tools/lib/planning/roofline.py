@@ -129,7 +129,7 @@ class Roofline:
                 now, begin = total.seconds, started[first]
                 if seconds := self._links.get(operation.name):
                     begin = max(begin, free)
-                    free = min(now, begin + seconds)  # a wait is no time of `total`
+                    free = min(now, begin + seconds)  # `total` has no waits
                 self.beside[operation.name] = now - begin
             if operation.opcode in ("while", "call", "conditional", "async-start"):
                 times = trips.get(operation.name, 1)
