@@ -115,7 +115,8 @@ def _of_shard(
 ) -> Any:
     """Mixes a device's tokens, as `make_delta_attention` says."""
     *x, log_decay, beta, positions = map(runs.cut, (*qkv, log_decay, beta, positions))
-    tails = [runs.moved(part[:, :, 1 - len(kernels[0]) :]) for part in x]
+    first = runs.length - (len(kernels[0]) - 1)  # of what the next run reads
+    tails = [runs.moved(part[:, :, first:]) for part in x]
     q, k, v = convolved(x, tails, kernels, positions)
     depth, values, is_alone = k.shape[-1], v.shape[-1], runs.devices == 1
     # Of the state before a run, if it is not known, the identity stands for it.
