@@ -8,7 +8,7 @@ last tokens of a run to the next one, and affine maps of a state, which are comp
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import groupby
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,18 @@ from jax import lax
 
 from ..delta_rule import after
 from ..layouts import Layout, order
+
+
+class Move(NamedTuple):
+    """A transfer: pairs of devices, and which slots of the first go to which ones."""
+
+    devices: list[tuple[int, int]]
+    source: slice
+    target: slice
+
+    def ends_at(self, source: slice, target: slice) -> bool:
+        """Returns whether these slots follow its own, at both ends."""
+        return (self.source.stop, self.target.stop) == (source.start, target.start)
 
 
 @dataclass(frozen=True)
@@ -76,21 +88,27 @@ class Runs:
             out += jnp.pad(part, [(0, 0), around, *[(0, 0)] * (x.ndim - 2)])
         return out
 
-    def moves(self, steps: int) -> list[tuple[list[tuple[int, int]], slice, slice]]:
-        """Returns pairs of devices, and which slots of the first go to which ones."""
+    def moves(self, steps: int) -> list[Move]:
+        """Returns the transfers that hand each run's arrays to the run `steps` later.
+
+        A transfer takes neighbouring slots alone: a slice over others would hand on the
+        slots between them too, which are added to those of other runs.
+        """
+        later = self.places[steps:]
         pairs = defaultdict(list)
-        for (a, source), (b, target) in zip(
-            self.places, self.places[steps:], strict=False
-        ):
+        for (a, source), (b, target) in zip(self.places, later, strict=False):
             pairs[target - source, source].append((a, b))
-        alike = groupby(sorted(pairs.items()), lambda item: (item[0][0], item[1]))
-        found = []
-        for (further, devices), items in alike:
-            sources = [source for (_, source), _ in items]
-            first, stop = sources[0], sources[-1] + 1
-            slots = slice(first, stop), slice(first + further, stop + further)
-            found.append((devices, *slots))
-        return found
+        moves: list[Move] = []
+        for (shift, first), devices in sorted(pairs.items()):
+            source = slice(first, first + 1)
+            target = slice(first + shift, first + shift + 1)
+            last = moves[-1] if moves else None
+            if last and last.devices == devices and last.ends_at(source, target):
+                source = slice(last.source.start, source.stop)
+                target = slice(last.target.start, target.stop)
+                moves.pop()
+            moves.append(Move(devices, source, target))
+        return moves
 
     def states(self, maps: jax.Array) -> jax.Array:
         """Returns the states before each run, (B, slots, H, D, V); the first is zero.

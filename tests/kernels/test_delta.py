@@ -1,6 +1,8 @@
 """Gated DeltaNet in chunks and over rings, against one token after the other."""
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,8 +17,10 @@ from kernels.delta_attention import make_delta_attention
 from kernels.delta_rule import EPSILON
 from kernels.layouts import (
     Contiguous,
+    Layout,
     Striped,
     Zigzag,
+    divisor,
     order,
     permute,
     unpermute,
@@ -121,6 +125,7 @@ def answer(function: Any, operands: Any, ahead: Any) -> Any:
     "layout, ring, slices",
     [
         pytest.param(Contiguous(), 1, 1, marks=pytest.mark.quick),
+        pytest.param(Zigzag(), 2, 1, marks=pytest.mark.quick),
         (Zigzag(), 4, 1),
         (Striped(5), 8, 1),
         *(
@@ -203,6 +208,54 @@ def test_runs_move_in_the_order_of_their_tokens(
             got[b, target] = index[a, source]
     np.testing.assert_array_equal(got, (index - steps * runs.length).clip(-1))
     assert len(found) <= moves
+
+
+def shapes_of_runs() -> Iterator[tuple[Layout, int, int, int]]:
+    """Layouts, rings, slices and tokens: also slices that cut stripes."""
+    stripes = [Striped(granule) for granule in (1, 2, 3, 4, 6, 12)]
+    for layout, ring, slices, times in itertools.product(
+        [Contiguous(), Zigzag(), *stripes],
+        [1, 2, 3, 4, 5, 8],
+        [1, 2, 3, 5],
+        [1, 2, 3, 5],
+    ):
+        tokens = times * divisor(layout, ring, slices)
+        if tokens <= 360:
+            yield layout, ring, slices, tokens
+
+
+def test_every_move_hands_each_run_to_the_one_some_steps_later():
+    """Slots that are sent, and slots that receive, are those of one run each."""
+    checked = 0
+    for layout, ring, slices, tokens in shapes_of_runs():
+        runs = Runs.of(layout, ring, tokens, slices)
+        rank = np.zeros((runs.devices, runs.slots), int)
+        for number, place in enumerate(runs.places):
+            rank[place] = number
+        for steps in sorted({1, 2, *runs.shifts}):
+            got = np.zeros_like(rank)
+            for pairs, source, target in runs.moves(steps):
+                for a, b in pairs:
+                    got[b, target] += rank[a, source] + 1
+            want = (rank + 1 - steps).clip(0)
+            shape = f"{layout}, ring {ring}, {slices} slices, {tokens} tokens, {steps}"
+            np.testing.assert_array_equal(got, want, err_msg=shape)
+            checked += 1
+    assert checked > 1000
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_convolution_of_one_token_reads_none_before(ring, rng):
+    """Its result is that of a kernel of two tokens whose first one is 0."""
+    (qkv, kernels, *gates), positions, _ = problem(rng)
+    last = tuple(np.float32(kernel[-1:]) for kernel in kernels)
+    padded = tuple(np.concatenate([0 * kernel, kernel]) for kernel in last)
+    operands = jax.tree.map(np.float32, (qkv, gates))
+    mix = jax.jit(make_delta_attention(ring_mesh(ring), layout=Contiguous()))
+    got, want = (
+        mix(operands[0], kernel, *operands[1], positions) for kernel in (last, padded)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
