@@ -165,6 +165,10 @@ class Mask:
         decreases = self.decreases + other.decreases
         return Mask(bounds, lengths, decreases, (self, other), join)
 
+    def __bool__(self) -> bool:
+        """Refuses `and`, `or` and `not`, which would drop one of two masks."""
+        raise ValueError("a mask is neither true nor false: join masks with & and |")
+
     __ror__ = __or__
     __rand__ = __and__
 

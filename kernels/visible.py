@@ -50,6 +50,10 @@ class Visible(NamedTuple):
         k_start = [k_start[:1], xp.maximum(k_start[1:], k_end[:-1])]
         return Visible(xp.concatenate(k_start), k_end)
 
+    def __bool__(self) -> bool:
+        """Refuses `and`, `or` and `not`, which would drop one of two masks."""
+        raise ValueError("bounds are neither true nor false: join them with & and |")
+
     def ordered(self) -> "Visible":
         """Sorts starts and ends of intervals (m, B or 1, T), each by itself.
 
