@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .checks import check_shards, checked_axes, checked_ids
 from .layouts import Layout, check_length, permute
 
+INT32 = np.iinfo(np.int32)
+
 
 class Batch(NamedTuple):
     """Arrays (B, T) of a batch: all but `segment_ids` in layout order, sharded.
@@ -46,18 +48,19 @@ def shard_batch(
     ring_axes, batch_axes, ulysses_axis: as in `make_ring_attention`.
 
     Raises:
-      ValueError: shapes that differ or cannot be sharded, or ids that decrease.
+      ValueError: numbers that int32 does not hold, shapes that differ or cannot be
+        sharded, or ids that decrease.
     """
-    tokens = np.asarray(tokens)
+    tokens = _checked_int32("tokens", tokens)
     if segment_ids is None:
         segment_ids = np.zeros(tokens.shape, np.int32)
-    ids = np.asarray(checked_ids(segment_ids))
+    ids = _checked_int32("segment_ids", np.asarray(checked_ids(segment_ids)))
     begins = np.ones(ids.shape, bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     places = np.arange(ids.shape[1], dtype=np.int32)
     if positions is None:
         positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-    positions = np.asarray(positions)
+    positions = _checked_int32("positions", positions)
     if tokens.ndim != 2 or not tokens.shape == ids.shape == positions.shape:
         raise ValueError(
             "tokens, positions and segment_ids must all be (B, T), got "
@@ -75,6 +78,19 @@ def shard_batch(
     in_order = [np.asarray(permute(x, layout, ring_size)) for x in rows]
     placed = [_placed(x, sharded) for x in in_order]
     return Batch._make([*placed, _placed(ids, whole)])
+
+
+def _checked_int32(name: str, values: np.ndarray) -> np.ndarray:
+    """Returns whole numbers, which JAX would cut to 32 bits in silence."""
+    values = np.asarray(values)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"{name} must be whole numbers, got {values.dtype}")
+    if values.size and not INT32.min <= values.min() <= values.max() <= INT32.max:
+        raise ValueError(
+            f"{name} must be from {INT32.min} to {INT32.max} (int32), got "
+            f"{values.min()} to {values.max()}"
+        )
+    return values
 
 
 def _placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -223,21 +223,27 @@ def check_visible(q: jax.Array, visible: Visible) -> Visible:
             "visible must be a mask, as causal() with its parentheses, or (for a cache "
             f"always) Visible of two arrays, got {kind}"
         )
-    visible = Visible(*visible)
-    allowed = (q.shape[:2], (1, q.shape[1]))
     k_start, k_end = visible
+    if k_start.shape[-2:] not in (q.shape[:2], (1, q.shape[1])):
+        _refuse_shapes(k_start, k_end, f" for {q.shape=},")
+    return _checked_pair(k_start, k_end)
+
+
+def _checked_pair(k_start: Array, k_end: Array) -> Visible:
+    """Returns bounds whose shapes and types are those of bounds."""
     is_one = k_start.ndim == 2 or (k_start.ndim == 3 and len(k_start) > 0)
-    if not is_one or k_start.shape[-2:] not in allowed or k_end.shape != k_start.shape:
-        raise ValueError(
-            "visible bounds must be (B, T) or (1, T), or those of m intervals, (m, B "
-            f"or 1, T), for {q.shape=}, got {k_start.shape=} and {k_end.shape=}"
-        )
-    if not all(jnp.issubdtype(bound.dtype, jnp.signedinteger) for bound in visible):
-        raise ValueError(
-            f"visible bounds must be signed integers, got {k_start.dtype} and "
-            f"{k_end.dtype}"
-        )
-    return visible
+    if not is_one or k_end.shape != k_start.shape:
+        _refuse_shapes(k_start, k_end)
+    check_signed("visible bounds k_start", k_start)
+    check_signed("visible bounds k_end", k_end)
+    return Visible(k_start, k_end)
+
+
+def _refuse_shapes(k_start: Array, k_end: Array, operands: str = "") -> NoReturn:
+    raise ValueError(
+        "visible bounds must be (B, T) or (1, T), or those of m intervals, (m, B "
+        f"or 1, T),{operands} got {k_start.shape=} and {k_end.shape=}"
+    )
 
 
 def checked_bounds(
@@ -287,13 +293,22 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
       ring (`layout.order`).
 
     Raises:
-      ValueError: known bounds decrease or share keys: names the first place.
+      ValueError: shapes or types are not those of bounds, or known bounds decrease,
+        share keys or end before they start: names the first place.
     """
+    _checked_pair(*visible)
     values = (known(bound) for bound in visible)
     pairs = zip(visible, values, strict=True)
     bounds = Visible(*(x if value is None else value for x, value in pairs)).intervals()
     if index is not None:
         bounds = Visible(*(bound[..., np.argsort(index)] for bound in bounds))
+    # Masks never end before they start at the first token: these were swapped.
+    ends_before = (bounds.k_end < bounds.k_start).all(axis=(0, 2))
+    _refuse(
+        ends_before[:, None],
+        "visible bounds must be (k_start, k_end), got k_end below k_start for every "
+        "query of row {row}: are they swapped?",
+    )
     for name, bound in bounds._asdict().items():
         name += " of " if len(bound) == 1 else " of interval {interval} of "
         _refuse(

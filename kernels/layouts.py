@@ -168,8 +168,10 @@ def padded_length(layout: Layout, ring_size: int, length: int, slices: int = 1) 
     slices: as in `divisor`.
 
     Raises:
-      ValueError: indices of that length do not fit into int32.
+      ValueError: the layout or a number is not one, or indices of that length do not
+        fit into int32.
     """
+    _check_sizes(layout, ring_size, length, slices)
     step = divisor(layout, ring_size, slices)
     padded = -(-length // step) * step
     if padded > LONGEST:
@@ -189,13 +191,7 @@ def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -
     Raises:
       ValueError: the layout or ring size is not one, or `length` does not divide.
     """
-    if isinstance(layout, type) or not hasattr(layout, "divisor"):
-        raise ValueError(
-            "layout must be a layout, as Striped(), Contiguous() or Zigzag(), got "
-            f"{layout!r}"
-        )
-    whole_number("ring_size", ring_size, 1)
-    whole_number("the sequence's length", length, 0)
+    _check_sizes(layout, ring_size, length, slices)
     step = divisor(layout, ring_size, slices)
     if length % step:
         cut = f" in {slices} slices each" if slices > 1 else ""
@@ -205,6 +201,22 @@ def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -
             f"{padded_length(layout, ring_size, length, slices)}, a multiple of {step} "
             "(see padded_length and the mask padding)"
         )
+
+
+def check_layout(layout: Layout) -> None:
+    """Refuses a layout's class, or its name."""
+    if isinstance(layout, type) or not hasattr(layout, "divisor"):
+        raise ValueError(
+            "layout must be a layout, as Striped(), Contiguous() or Zigzag(), got "
+            f"{layout!r}"
+        )
+
+
+def _check_sizes(layout: Layout, ring_size: int, length: int, slices: int) -> None:
+    check_layout(layout)
+    whole_number("ring_size", ring_size, 1)
+    whole_number("the sequence's length", length, 0)
+    whole_number("slices", slices, 1)
 
 
 def _slots(shard: Number, shard_length: int) -> Array:

@@ -107,7 +107,8 @@ def make_ring_attention(
       devices share out its heads in the ring: see `ulysses`.
     one_way: each device hands all keys and values on to the next. Between TPUs (but v3)
       half of them go the other way round without it, over half as busy links, in twice
-      as many kernels.
+      as many kernels. Keys that a few neighbours alone read, as of a `window`, go to
+      these the shorter way in any case.
     count_steps: the ring ends where the bounds show no device anything further, which
       costs a small reduction: for packed documents in a contiguous or zigzag layout
       (stripes of any document are everywhere). Without it, shards are left out that
@@ -174,21 +175,22 @@ def make_ring_attention(
         checks.check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
         checks.check_shards("key/value heads", "K", k.shape[2], heads, mesh)
-        mask, limit = full(), within
+        mask = full() if within is None else within
         if isinstance(visible, Mask):
-            mask = limit = visible if within is None else visible & within
+            mask = visible if within is None else visible & within
             visible = mask(jnp.asarray(queries), k.shape[1])
+            within = None  # a part of mask now
         visible = checks.checked_bounds(q, visible, k.shape[1], queries)
-        if mask is not limit and limit is not None:
-            visible &= limit(jnp.asarray(queries), k.shape[1])
+        if within is not None:
+            visible &= within(jnp.asarray(queries), k.shape[1])
         q = mask.fill_padding(q, queries)
         k, v = (mask.fill_padding(x, keys) for x in (k, v))
         short = None
         # What shards read is known where those of queries are those of keys.
         is_self = q.shape[1] == k.shape[1]
         if ring_size > 1 and is_self:
-            outline = (limit or mask).outline(queries, k.shape[1])
-            short = route_within(outline, layout, ring_size, count_steps)
+            outline = mask.outline(queries, k.shape[1])
+            short = route_within(outline, layout, ring_size, count_steps, one_way)
         route = short or all_shards(one_way)
         if isinstance(route, Counted):
             route = replace(route, other_axes=others)

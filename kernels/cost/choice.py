@@ -9,7 +9,14 @@ from ..backends import blockwise
 from ..checks import whole_number
 from ..chips import CHIPS, Chip, find, measured
 from ..device import device_kind, rings_both_ways
-from ..layouts import Contiguous, Layout, Striped, Zigzag, padded_length
+from ..layouts import (
+    Contiguous,
+    Layout,
+    Striped,
+    Zigzag,
+    check_layout,
+    padded_length,
+)
 from .clock import PRODUCTS, Heads, Ring, Times
 from .work import Row
 from .work import Sequence as RowOnRing
@@ -123,6 +130,15 @@ def _times(ring: Ring, direction: str, chip: Chip) -> Times:
     return ring.times(chip, direction)
 
 
+def _checked_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> Heads:
+    whole_number("num_heads", num_heads, 1)
+    whole_number("num_kv_heads", num_kv_heads, 1)
+    whole_number("head_dim", head_dim, 1)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads=} must be a multiple of {num_kv_heads=}")
+    return Heads(num_heads, num_kv_heads, head_dim)
+
+
 def choose_layout(
     documents: Sequence[Sequence[int]],
     ring_size: int,
@@ -144,9 +160,18 @@ def choose_layout(
       layer's ring, forward and backward, on a row.
 
     Raises:
-      ValueError: documents are empty, or rows of different lengths.
+      ValueError: documents are empty, or rows of different lengths, or another argument
+        is not what it must be.
     """
     whole_number("ring_size", ring_size, 1)
+    heads = _checked_heads(num_heads, num_kv_heads, head_dim)
+    if not isinstance(device, str | None):
+        raise ValueError(
+            'device must be a kind of device, as "TPU v5e" or '
+            f"jax.devices()[0].device_kind, got {device!r:.60}"
+        )
+    for layout in layouts:
+        check_layout(layout)
     lengths = {sum(row) for row in documents}
     if len(lengths) != 1 or not all(number > 0 for row in documents for number in row):
         raise ValueError(
@@ -155,7 +180,6 @@ def choose_layout(
         )
     length, chip = lengths.pop(), known_chip(device or device_kind())
     rows = [Row.of(tuple(row), length) for row in documents]
-    heads = Heads(num_heads, num_kv_heads, head_dim)
 
     def seconds(one: Choice, slower: float) -> float:
         slots = padded_length(one.layout, ring_size, length) // ring_size

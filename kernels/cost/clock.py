@@ -328,15 +328,17 @@ def _route(sequence: Sequence, chip: Chip, counts: bool, one_way: bool) -> Route
     whole = all_shards(one_way, chip.device_kinds[0])
     if size == 1 or not (row.window or counts):
         return whole
-    return _short_route(row, sequence.layout, size, sequence.length, counts) or whole
+    short = _short_route(row, sequence.layout, size, sequence.length, counts, one_way)
+    return short or whole
 
 
 @functools.lru_cache(maxsize=256)
 def _short_route(
-    row: Row, layout: Layout, size: int, length: int, counts: bool
+    row: Row, layout: Layout, size: int, length: int, counts: bool, one_way: bool
 ) -> Route | None:
     index = order(layout, size, size * length)
-    return route_within(row.within(index, size * length), layout, size, counts)
+    outline = row.within(index, size * length)
+    return route_within(outline, layout, size, counts, one_way)
 
 
 @functools.lru_cache(maxsize=256)

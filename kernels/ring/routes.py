@@ -191,12 +191,17 @@ def all_shards(one_way: bool = False, kind: str | None = None) -> AllShards:
 
 
 def route_within(
-    outline: Visible, layout: Layout, ring_size: int, counts: bool
+    outline: Visible,
+    layout: Layout,
+    ring_size: int,
+    counts: bool,
+    one_way: bool = False,
 ) -> Route | None:
     """Returns the route of a mask that shows no more than `outline`; None for all.
 
     outline: bounds of the queries in layout order, (B or 1, T) or (m, B or 1, T).
-    counts: whether the program may count what is left of that.
+    counts: whether the program may count what is left of that. one_way: whether counted
+      shards go to the next devices alone.
     """
     reads = _reads_apart(outline.intervals(), layout, ring_size)
     slots = outline.k_start.shape[-1] // ring_size
@@ -206,7 +211,8 @@ def route_within(
         return None
     index = order(layout, ring_size, ring_size * slots)
     is_causal = bool((outline.k_end <= index + 1).all())
-    return Counted(both_ways=isinstance(layout, Zigzag) or not is_causal)
+    reads_both_sides = isinstance(layout, Zigzag) or not is_causal
+    return Counted(both_ways=reads_both_sides and not one_way)
 
 
 def reads_of(visible: Visible, layout: Layout, ring_size: int) -> tuple[Read, ...]:

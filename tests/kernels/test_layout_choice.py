@@ -1,5 +1,6 @@
 """The choice of a layout: work by lengths of documents, and planned seconds."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -115,6 +116,22 @@ def test_large_rings_are_sampled():
 def test_rows_that_are_not_alike_are_refused(rows, said):
     with pytest.raises(ValueError, match=said):
         choose_layout(rows, 2, **HEADS)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"device": jax.devices()[0]}, r"device must be a kind .* got .*CpuDevice"),
+        ({"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ({"num_kv_heads": -8}, "num_kv_heads=-8 must be at least 1"),
+        ({"num_kv_heads": 12}, "num_heads=32 must be a multiple of num_kv_heads=12"),
+        ({"head_dim": 64.5}, r"head_dim must be a whole number.* got 64\.5"),
+        ({"layouts": [Striped]}, r"as Striped\(\).* got <class"),
+    ],
+)
+def test_arguments_of_a_choice_that_cannot_be_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        choose_layout([(64,)], 2, **HEADS | arguments)
 
 
 @pytest.mark.parametrize("row, granule", table("kernels.txt", "granule"))

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels import masks
+from kernels.checks import check_increasing
 from kernels.masks import Visible
 from kernels.one_device import attention
 from kernels.ring.routes import Counted
@@ -209,6 +210,36 @@ def test_masks_that_decrease_under_jit_give_nan_where_asked_for(kind, wrong, rig
         (found, other), (want, _) = np.asarray(found), np.asarray(want)
         np.testing.assert_array_equal(found, want)
         assert np.isnan(other).all()
+
+
+@pytest.mark.thorough
+def test_traced_ids_that_decrease_are_found_in_a_mask_around_bounds_too():
+    attend = make_ring_attention(
+        ring_mesh(2),
+        layout=layout.Striped(),
+        implementation="reference",
+        check_masks=True,
+    )
+    index = layout.order(layout.Striped(), 2, 16)
+    bounds = masks.causal()(index, 16)
+
+    @jax.jit
+    def run(x, ids):
+        return attend(x, x, x, bounds, within=masks.segments(ids))
+
+    x = jnp.ones((1, 16, 2, 8))
+    assert np.isfinite(run(x, jnp.zeros(16, int))).all()
+    assert np.isnan(run(x, jnp.arange(16)[::-1])).all()
+
+
+def test_increasing_is_asked_of_bounds_alone():
+    floats = Visible(np.zeros((1, 8)), np.ones((1, 8)))
+    with pytest.raises(ValueError, match="k_start must be signed integers, got float"):
+        check_increasing(floats)
+    with pytest.raises(
+        ValueError, match=r"k_start.shape=\(1, 8\) and k_end.shape=\(1, 4"
+    ):
+        check_increasing(bounds_of((1, 8), (1, 4)))
 
 
 def test_a_ring_outside_of_jit_is_compiled_once():

@@ -62,6 +62,20 @@ def test_tpus_send_half_of_the_heads_each_way_if_not_all_one_way(
     assert permuted_shapes(program) == [f"{x}x16x16xbf16" for x in rotations]
 
 
+@pytest.mark.parametrize("one_way, shifts", [(True, {1}), (False, {1, 3})])
+def test_counted_shards_of_zigzag_go_one_way_where_asked(one_way, shifts):
+    attend = make_ring_attention(
+        ring_mesh(4), layout=layout.Zigzag(), count_steps=True, one_way=one_way
+    )
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    program = jax.jit(lambda x, ids: attend(x, x, x, masks.documents(ids)))
+    pairs = re.findall(
+        r"source_target_pairs = dense<\[\[0, (\d)\]", program.lower(x, ids).as_text()
+    )
+    assert {int(target) for target in pairs} == shifts
+
+
 @pytest.mark.parametrize(
     "layout_name, neighbours", [("contiguous", 1), ("zigzag", 2), ("striped", None)]
 )
