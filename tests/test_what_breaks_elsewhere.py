@@ -21,7 +21,7 @@ import pytest
 from data.batch import Batch
 from kernels import layouts, masks
 from kernels.ring import attend as ring_attend
-from kernels.ring import comm as ring_comm
+from kernels.ring import loop as ring_loop
 from kernels.ring.attend import Ring
 from models import losses
 from tasks import state
@@ -39,7 +39,7 @@ MISMATCH = "Mismatched elements"
 @pytest.fixture(scope="module", autouse=True)
 def small_programs():
     """Compiles rings of more than 4 as loops; validations have parts by position."""
-    loops = mock.patch.multiple(ring_comm, UNROLLED_STEPS=3, LOOP_UNROLL=1)
+    loops = mock.patch.multiple(ring_loop, UNROLLED_STEPS=3, LOOP_UNROLL=1)
     with loops, mock.patch.object(losses, "FIRST_BOUND", 4):
         yield
 
@@ -296,25 +296,25 @@ def count_sinks_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def give_nan_to_rows_that_see_nothing(patch: pytest.MonkeyPatch) -> None:
-    attend = ring_attend._attend_rows
+    run = ring_attend.ForwardPass.run
 
-    def faulty(*arguments: Any) -> tuple:
-        out, lse = attend(*arguments)
+    def faulty(this: ring_attend.ForwardPass) -> tuple:
+        out, lse = run(this)
         is_empty = jnp.isneginf(lse).swapaxes(1, 2)[..., None]
         return jnp.where(is_empty, jnp.nan, out), lse
 
-    patch.setattr(ring_attend, "_attend_rows", faulty)
+    patch.setattr(ring_attend.ForwardPass, "run", faulty)
 
 
 def patch_backward(patch: pytest.MonkeyPatch, faulty: Callable) -> None:
     """faulty: from a backend's backward, and keys and values of the first ring step."""
-    backward = ring_attend.backward
+    prepare = ring_attend.BackwardPass.prepare
 
-    def run(this: Ring, rows: tuple, kv: tuple, visible: Any) -> tuple:
+    def prepare_faulty(this: Ring, rows: tuple, kv: tuple, visible: Any) -> Any:
         backend = SimpleNamespace(backward=faulty(this.backend.backward, kv))
-        return backward(dataclasses.replace(this, backend=backend), rows, kv, visible)
+        return prepare(dataclasses.replace(this, backend=backend), rows, kv, visible)
 
-    patch.setattr(ring_attend, "backward", run)
+    patch.setattr(ring_attend.BackwardPass, "prepare", prepare_faulty)
 
 
 def read_stale_keys_backward(patch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
-"""Attention steps of a ring's queries: prepared once, run for every chunk of keys.
+"""Attention steps of a ring: prepared once, run for every chunk of keys.
 
-A backend may have functions `forward_steps` and `backward_steps`, whose results have
-the methods of `PlainForward` and `PlainBackward`: then what depends on queries and
-bounds alone is computed once a ring, before its loop.
+A backend has `forward` and `backward`, as `reference` documents them, and these are
+called in each ring step (`PlainForward`, `PlainBackward`). One that keeps operands in a
+form of its own also has `forward_steps` and `backward_steps`: then what depends on
+queries and bounds alone is laid out once a ring, before its loop.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +17,91 @@ from ..masks import Visible
 from ..merge import Partial
 from ..precision import Scores, accumulator_type
 
-Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""q, do (B, L, H, D), lse and delta (B, H, L) of a device's queries."""
+Prepared = TypeVar("Prepared")
+"""What a kernel reads of the bounds of a ring step; arrays, which `jax.vmap` stacks."""
+
+Carry = TypeVar("Carry")
+"""A partial result, or dq so far, as a kernel reads and writes it."""
+
+KeyGradients = tuple[jax.Array, jax.Array]
+"""dk and dv (B, S, K, D) of the keys of a ring step, in float32."""
+
+
+class Rows(NamedTuple):
+    """What the backward reads of a device's queries.
+
+    q, do: (B, L, H, D). lse, delta: (B, H, L), delta the sums of out · do.
+    """
+
+    q: jax.Array
+    do: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+class ForwardSteps(Protocol[Prepared, Carry]):
+    """Attention of queries (B, L, H, D) to the keys of one ring step after another.
+
+    `attend` is called for each chunk of keys with what `prepare` made of its bounds;
+    the first time without a carry, then with what it returned.
+    """
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Prepared:
+        """Returns what the kernel reads of bounds (B or 1, L), local slots."""
+        ...
+
+    def begin(self, partial: Partial, /) -> Carry:
+        """Returns a partial result, as `reference` has it, in the kernel's form."""
+        ...
+
+    def attend(
+        self, k: jax.Array, v: jax.Array, prepared: Prepared, carry: Carry | None
+    ) -> Carry:
+        """Attends to keys and values (B, S, K, D), and goes on from a carry."""
+        ...
+
+    def finish(self, carry: Carry, /) -> Partial:
+        """Returns out (B, L, H, D) and lse (B, H, L), in float32."""
+        ...
+
+
+class BackwardSteps(Protocol[Prepared, Carry]):
+    """Gradients of some `Rows`, and of the keys of one ring step after another."""
+
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Prepared:
+        """Returns what the kernel reads of bounds (B or 1, L), local slots."""
+        ...
+
+    def begin(self, dq: jax.Array, /) -> Carry:
+        """Returns dq (B, L, H, D) so far in the kernel's form."""
+        ...
+
+    def add(
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        prepared: Prepared,
+        dq: Carry,
+        dkv: KeyGradients | None,
+    ) -> tuple[Carry, jax.Array, jax.Array]:
+        """Adds to dq, and to dk and dv (B, S, K, D) of these keys, if any."""
+        ...
+
+    def finish(self, dq: Carry, /) -> jax.Array:
+        """Returns dq (B, L, H, D), in float32."""
+        ...
 
 
 class PlainForm:
     """Steps whose bounds, partial results and dq have the form of `reference`."""
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
-        """Returns what the kernel reads of the bounds (B or 1, T) of a step."""
         return k_start, k_end
 
-    def begin(self, sums: Any) -> Any:
-        """Returns a partial result, or dq so far, in the backend's own form."""
+    def begin(self, sums: Any, /) -> Any:
         return sums
 
-    def finish(self, sums: Any) -> Any:
-        """Returns it as `reference` does."""
+    def finish(self, sums: Any, /) -> Any:
         return sums
 
 
@@ -44,31 +113,44 @@ class PlainForward(PlainForm):
     q: jax.Array
     scores: Scores
 
-    def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Any:
-        """Attends to keys, and goes on from a carry in that form, if any.
-
-        seen: as `prepare` returns it.
-        """
-        operands = self.q, k, v, *seen
-        return self.backend.forward(*operands, carry=carry, **self.scores._asdict())
+    def attend(
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        prepared: tuple[jax.Array, jax.Array],
+        carry: Partial | None,
+    ) -> Partial:
+        k_start, k_end = prepared
+        return self.backend.forward(
+            self.q,
+            k,
+            v,
+            k_start,
+            k_end,
+            carry=carry,
+            scale=self.scores.scale,
+            soft_cap=self.scores.soft_cap,
+        )
 
 
 @dataclass(frozen=True)
 class CommonForward(PlainForm):
-    """Forward steps that pass on partial results as `reference.forward` returns them.
+    """Converts the carry to the form of `reference` after each step.
 
-    Kernels for keys of several lengths may cut the queries, and their results, each in
-    a way of its own.
+    Chunks of different length are tiled differently: the carry of the kernel for one is
+    not that of the kernel for another.
     """
 
-    steps: Any
+    steps: ForwardSteps
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Any:
         return self.steps.prepare(k_start, k_end)
 
-    def attend(self, k: jax.Array, v: jax.Array, seen: Any, carry: Any) -> Partial:
-        carry = carry and self.steps.begin(carry)
-        return self.steps.finish(self.steps.attend(k, v, seen, carry))
+    def attend(
+        self, k: jax.Array, v: jax.Array, prepared: Any, carry: Partial | None
+    ) -> Partial:
+        own = None if carry is None else self.steps.begin(carry)
+        return self.steps.finish(self.steps.attend(k, v, prepared, own))
 
 
 @dataclass(frozen=True)
@@ -80,12 +162,28 @@ class PlainBackward(PlainForm):
     scores: Scores
 
     def add(
-        self, k: jax.Array, v: jax.Array, seen: Any, dq: jax.Array, dkv: Any
-    ) -> Any:
-        """Returns dq in the backend's own form, and dk and dv as `reference` does."""
-        q, *others = self.rows
-        operands, scores = (q, k, v, *others, *seen), self.scores._asdict()
-        return self.backend.backward(*operands, dq=dq, dkv=dkv, **scores)
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        prepared: tuple[jax.Array, jax.Array],
+        dq: jax.Array,
+        dkv: KeyGradients | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        k_start, k_end = prepared
+        return self.backend.backward(
+            self.rows.q,
+            k,
+            v,
+            self.rows.do,
+            self.rows.lse,
+            self.rows.delta,
+            k_start,
+            k_end,
+            dq=dq,
+            dkv=dkv,
+            scale=self.scores.scale,
+            soft_cap=self.scores.soft_cap,
+        )
 
 
 class Kernels:
@@ -95,48 +193,60 @@ class Kernels:
     all arguments but the backend.
     """
 
-    forward_steps: Callable[..., Any]
-    backward_steps: Callable[..., Any]
+    forward_steps: Callable[[jax.Array, jax.Array, Visible, Scores], ForwardSteps]
+    backward_steps: Callable[[Rows, jax.Array, Visible, Scores], BackwardSteps]
 
     def forward(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        *bounds: jax.Array,
+        k_start: jax.Array,
+        k_end: jax.Array,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
         carry: Partial | None = None,
-        **scores: Any,
     ) -> Partial:
         """Attends from every query to the keys [k_start, k_end): see `reference`."""
-        steps = self.forward_steps(q, k, Visible(*bounds), Scores(**scores))
+        scores = Scores(scale, soft_cap)
+        steps = self.forward_steps(q, k, Visible(k_start, k_end), scores)
         start = None if carry is None else steps.begin(carry)
-        return steps.finish(steps.attend(k, v, steps.prepare(*bounds), start))
+        prepared = steps.prepare(k_start, k_end)
+        return steps.finish(steps.attend(k, v, prepared, start))
 
     def backward(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        *rows: jax.Array,
+        do: jax.Array,
+        lse: jax.Array,
+        delta: jax.Array,
+        k_start: jax.Array,
+        k_end: jax.Array,
+        *,
         dq: jax.Array,
-        dkv: tuple[jax.Array, jax.Array] | None = None,
-        **scores: Any,
+        dkv: KeyGradients | None = None,
+        scale: float,
+        soft_cap: float | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the gradients of the attention to these keys: see `reference`."""
-        (do, lse, delta), visible = rows[:3], Visible(*rows[3:])
-        rows = q, do, lse, delta
-        steps = self.backward_steps(rows, k, visible, Scores(**scores))
-        seen = steps.prepare(*visible)
-        dq, dk, dv = steps.add(k, v, seen, steps.begin(dq), dkv)
+        rows = Rows(q, do, lse, delta)
+        scores = Scores(scale, soft_cap)
+        steps = self.backward_steps(rows, k, Visible(k_start, k_end), scores)
+        prepared = steps.prepare(k_start, k_end)
+        dq, dk, dv = steps.add(k, v, prepared, steps.begin(dq), dkv)
         return steps.finish(dq), dk, dv
 
 
 def forward_steps(
     backend: Any, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
-) -> Any:
-    """Prepares the forward steps of queries (B, T, H, D), as a `PlainForward` does.
+) -> ForwardSteps:
+    """Lays out queries (B, L, H, D) for the forward steps of a ring.
 
-    k: of any step. visible: of any, (m, B or 1, T). Of both the shapes count.
+    k (B, S, K, D), visible (m, B or 1, L): only their shapes are read; those of any
+      ring step will do.
     """
     make = getattr(backend, "forward_steps", None)
     if make:
@@ -146,8 +256,8 @@ def forward_steps(
 
 def backward_steps(
     backend: Any, rows: Rows, k: jax.Array, visible: Visible, scores: Scores
-) -> Any:
-    """Prepares the backward steps of rows q, do, lse, delta: see `forward_steps`."""
+) -> BackwardSteps:
+    """Lays out rows for the backward steps of a ring: see `forward_steps`."""
     make = getattr(backend, "backward_steps", None)
     if make:
         return make(rows, k, _of_one(visible), scores)

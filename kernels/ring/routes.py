@@ -40,6 +40,7 @@ class Chunk:
     heads: of the key/value heads. slots: of a shard's.
     stops: how many devices after its own one it is attended to, one a ring step; below
       0 for devices before. From 0 on if its own device attends to it as this chunk too.
+      Of a counted chunk, as far as it may go.
     """
 
     heads: Span
@@ -88,7 +89,10 @@ class Schedule:
 
     @property
     def distinct(self) -> list[int]:
-        """Steps to unroll: those between two of them have the same transfers."""
+        """Ring steps whose transfers differ from the next one's.
+
+        The runs of steps between two of them send the same chunks, and become loops.
+        """
         begins = {chunk.first for chunk in self.chunks}
         return sorted({0, *begins, *(chunk.last for chunk in self.chunks)})
 
@@ -174,12 +178,15 @@ class Counted:
     other_axes: tuple[str, ...] = ()
 
     def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
-        """Returns the chunks; their three steps stand for first, between, last."""
-        if ring_size == 1:
-            return AllShards().schedule(ring_size, heads, slots)
-        ways = range(3), range(-1, -3, -1)
-        stops = ways[: 1 + self.both_ways]
-        return Schedule(tuple(Chunk((0, heads), (0, slots), x) for x in stops))
+        """Returns the chunks of whole shards, whose stops are as far as they may go.
+
+        A pass ends them after as many steps as are counted.
+        """
+        on = Chunk((0, heads), (0, slots), range(ring_size))
+        if not self.both_ways or ring_size == 1:
+            return Schedule((on,))
+        back = replace(on, stops=range(-1, -ring_size, -1))
+        return Schedule((on, back))
 
 
 Route = AllShards | Neighbours | Counted

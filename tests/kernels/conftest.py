@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.ring import comm as ring_comm
+from kernels.ring import loop as ring_loop
 
 pytest.register_assert_rewrite("tests.kernels.backend_suite", "tests.steps")
 
@@ -10,5 +10,5 @@ pytest.register_assert_rewrite("tests.kernels.backend_suite", "tests.steps")
 @pytest.fixture
 def steps_in_a_loop(monkeypatch):
     """Compiles rings of more than 3 as loops: each copy of a step takes long."""
-    monkeypatch.setattr(ring_comm, "UNROLLED_STEPS", 2)
-    monkeypatch.setattr(ring_comm, "LOOP_UNROLL", 1)
+    monkeypatch.setattr(ring_loop, "UNROLLED_STEPS", 2)
+    monkeypatch.setattr(ring_loop, "LOOP_UNROLL", 1)

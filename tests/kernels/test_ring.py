@@ -16,7 +16,9 @@ from kernels import masks
 from kernels.backends import blockwise, reference
 from kernels.one_device import attention_with_lse
 from kernels.ring import attend as ring
+from kernels.ring import backward as ring_backward
 from kernels.ring import comm as ring_comm
+from kernels.ring import loop as ring_loop
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import (
@@ -128,7 +130,7 @@ def test_ring_in_bfloat16_is_as_exact_as_one_device_at_any_ring_size(
 
 def test_ring_longer_than_it_is_unrolled_matches_one_device(rng):
     """A loop of two steps an iteration, and one left over: no constant is patched."""
-    case = Case(ring_comm.UNROLLED_STEPS + 4, "striped", "documents", 2, 93, 16)
+    case = Case(ring_loop.UNROLLED_STEPS + 4, "striped", "documents", 2, 93, 16)
     assert_as_on_one_device(rng, case, reference, make=one_device_ring)
 
 
@@ -211,8 +213,9 @@ def test_heads_are_padded_where_they_travel_between_tpus(
 
 def as_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes rings that are traced from now on take a TPU's order."""
-    monkeypatch.setattr(ring_comm, "is_tpu", lambda: True)
-    for module in ring_comm, ring:
+    for module in ring_comm, ring_loop:
+        monkeypatch.setattr(module, "is_tpu", lambda: True)
+    for module in ring_comm, ring_backward:
         monkeypatch.setattr(module, "is_cpu", lambda: False)
 
 

@@ -188,7 +188,7 @@ def test_counted_steps_are_those_that_the_ring_counts(layout, documents):
     ring = DeviceRing("ring", 4, layout, 1.0, None, route=route)
     spec = jax.sharding.PartitionSpec
     count = jax.shard_map(
-        lambda visible: ring.count(visible, length),
+        lambda visible: ring.count_steps(visible, length),
         mesh=ring_mesh(4),
         in_specs=spec(None, "ring"),
         out_specs=spec(),

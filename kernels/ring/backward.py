@@ -1,0 +1,218 @@
+"""The backward pass of a ring: dq stays, dk and dv follow their keys one step behind.
+
+A chunk of device 0 in a ring of four, which goes to the next device; K is the kernel
+that computes its part of dq of the device's queries, and of dk and dv of the chunk:
+
+                  step 0        step 1        step 2        step 3        after
+    device 0      K (first                                                K (second
+                     half)                                                   half)
+    device 1                    K
+    device 2                                  K
+    device 3                                                K
+    keys             0 -> 1        1 -> 2        2 -> 3
+    dk, dv                         0 -> 1        1 -> 2        2 -> 3        3 -> 0
+
+So in step 2 device 2 sends the chunk's keys to 3, receives dk and dv that devices 0 and
+1 have added up, and runs its kernel. A second chunk goes the other way meanwhile.
+
+On accelerators the kernel computes new dk and dv while those of the step before travel,
+and XLA adds the two. Half of the local block's queries are put off to a step after the
+last one, or nothing would run beside the transfer that takes dk and dv home. On CPUs,
+which wait for transfers in any case, dk and dv arrive before the kernel, which adds to
+them in place, and nothing is put off.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..backends.steps import BackwardSteps, Rows, backward_steps
+from ..device import is_cpu
+from ..masks import Visible
+from ..merge import added
+from .chunks import (
+    BoundsTable,
+    Chunks,
+    Pair,
+    Pairs,
+    RingStep,
+    join,
+    of_groups,
+    zeros_like,
+)
+from .comm import Ring
+from .loop import ChunkSums, Sums, ring_loop, run_kernels
+
+
+class Gradients(NamedTuple):
+    """dq, dk, dv (B, L, heads, D) of a device's shard; float32, without the scale."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+
+
+class BackwardState(NamedTuple):
+    """What a device has between two ring steps.
+
+    kv: keys and values that are here, by the numbers of their chunks.
+    dq: of each head group, in the backend's form.
+    dkv: dk and dv of the chunks that the step before attended to.
+    """
+
+    kv: Pairs
+    dq: list[Any]
+    dkv: Pairs
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """The backward pass of the queries of one device.
+
+    zeros: dq of each head group before the first step, in the backend's form.
+    kernels: a backend's steps, of each chunk.
+    tables: what these read of the bounds, of each chunk and ring step.
+    visitors: dk and dv, zeros, of the chunks that only visit, if the steps are counted:
+      a loop of unknown length carries those of all chunks from the first step on.
+    count: ring steps after the first, where the program counts them.
+    adds_in_place: the order of CPUs.
+    """
+
+    chunks: Chunks
+    zeros: list[Any]
+    kernels: dict[int, BackwardSteps]
+    tables: dict[int, BoundsTable]
+    visitors: Pairs
+    count: jax.Array | None
+    adds_in_place: bool
+
+    @classmethod
+    def prepare(
+        cls, ring: Ring, rows: Rows, kv: Pair, visible: Visible
+    ) -> "BackwardPass":
+        """Computes everything that does not depend on the keys that arrive.
+
+        kv: own keys and values, (B, L, K, D). visible: (m, B or 1, L).
+        """
+        chunks = Chunks(ring, kv, visible)
+        groups = split_rows(chunks, rows)
+        count = ring.count_steps(visible, chunks.length)
+        kernels = {}
+        for number, (k, _) in chunks.own.items():
+            group = groups[chunks.group(number)]
+            kernels[number] = backward_steps(
+                ring.backend, group, k, visible, ring.scores
+            )
+        adds_in_place = is_cpu()
+        tables = {
+            number: chunks.table(number, kernel.prepare, defers=not adds_in_place)
+            for number, kernel in kernels.items()
+        }
+        zeros = []
+        for group, kernel in zip(groups, of_groups(chunks, kernels), strict=True):
+            zeros.append(kernel.begin(jnp.zeros_like(group.q, group.lse.dtype)))
+        visitors = {}
+        for number, pair in chunks.own.items():
+            if count is not None and chunks[number].first:
+                visitors[number] = zeros_like(pair, zeros[0].dtype)
+        return cls(chunks, zeros, kernels, tables, visitors, count, adds_in_place)
+
+    def run(self) -> Gradients:
+        """Returns the gradients of the device's shard."""
+        if self.chunks.schedule.last == 0:
+            dq, dkv = self._stay()
+        elif self.count is None:
+            dq, dkv = self._go_around()
+        else:
+            dq, dkv = lax.cond(self.count > 0, self._go_around, self._stay)
+        kernels = of_groups(self.chunks, self.kernels)
+        parts = [kernel.finish(x) for kernel, x in zip(kernels, dq, strict=True)]
+        gradients = Gradients(join(parts, axis=2), *self.chunks.join_gradients(dkv))
+        if len(self.zeros) == 1:
+            return gradients
+        return Gradients._make(map(self.chunks.ring.heads_first, gradients))
+
+    def take(self, step: RingStep, state: BackwardState) -> BackwardState:
+        """Takes a ring step: sends k, v, and after them dk, dv, beside the kernels."""
+        arriving = self.chunks.send_on(state.kv, step)
+        sent = self.chunks.send_gradients(state.dkv, step, self.count)
+        dkv = state.dkv | sent
+        if self.adds_in_place:
+            return self._add_to_arrived(step, state, arriving, dkv, bool(sent))
+        sums = Sums(state.dq, {})
+        dq, new = self._run_kernels(step, state.kv, sums)
+        if arriving or sent:
+            # Without the barrier XLA may start all transfers at once, or late.
+            waited, dq = self.chunks.ring.barrier_with_dq((arriving, dkv, new), dq)
+            arriving, dkv, new = waited
+        for number, pair in new.items():
+            dkv = dkv | {number: added(dkv.get(number), pair)}
+        return BackwardState(arriving, dq, dkv)
+
+    def _add_to_arrived(
+        self,
+        step: RingStep,
+        state: BackwardState,
+        arriving: Pairs,
+        dkv: Pairs,
+        is_sent: bool,
+    ) -> BackwardState:
+        """Takes a ring step in the order of CPUs: kernels add to dk and dv in place."""
+        dq = state.dq
+        if step.like <= self.chunks.schedule.last:  # after it, nothing was put off
+            dq, dkv = self._run_kernels(step, state.kv, Sums(dq, dkv))
+        if arriving or is_sent:
+            waited, dq = self.chunks.ring.barrier_with_dq((arriving, {}, dkv), dq)
+            arriving, _, dkv = waited
+        return BackwardState(arriving, dq, dkv)
+
+    def add(self, number: int, kv: Pair, prepared: Any, sums: ChunkSums) -> ChunkSums:
+        """Adds to dq of a head group, and to dk and dv of a chunk if it has some."""
+        k, v = kv
+        dq, dk, dv = self.kernels[number].add(
+            k, v, prepared, sums.of_group, sums.of_chunk
+        )
+        return ChunkSums(dq, (dk, dv))
+
+    def skip(self, number: int, kv: Pair, sums: ChunkSums) -> ChunkSums:
+        """Returns the sums as they are, and zeros for a chunk without dk and dv."""
+        dq, dkv = sums
+        return ChunkSums(dq, zeros_like(kv, dq.dtype) if dkv is None else dkv)
+
+    def _run_kernels(self, step: RingStep, kv: Pairs, sums: Sums) -> Sums:
+        rows = self.chunks.rows(self.tables, step)
+        return run_kernels(self, rows, kv, sums)
+
+    def _go_around(self) -> tuple[list[Any], Pairs]:
+        """Takes all ring steps, and the one after the last."""
+        begin = BackwardState(self.chunks.own, self.zeros, self.visitors)
+        state = ring_loop(self.chunks.schedule, self.take, begin, self.count)
+        after = self.chunks.schedule.last + 1
+        # The second half of the local block, on keys that never left.
+        state = self.take(
+            RingStep(after, like=after), state._replace(kv=self.chunks.own)
+        )
+        return state.dq, state.dkv
+
+    def _stay(self) -> tuple[list[Any], Pairs]:
+        """Computes the gradients of the device's own keys alone, and puts off none."""
+        tables = {
+            number: self.chunks.table(number, kernel.prepare)
+            for number, kernel in self.kernels.items()
+            if self.chunks[number].first == 0
+        }
+        rows = self.chunks.rows(tables, RingStep(0, like=0))
+        sums = run_kernels(self, rows, self.chunks.own, Sums(self.zeros, {}))
+        return sums.groups, sums.chunks | self.visitors
+
+
+def split_rows(chunks: Chunks, rows: Rows) -> list[Rows]:
+    """Cuts q, do, lse and delta into the head groups of a ring's chunks."""
+    q = chunks.split_heads(rows.q, axis=2)
+    do = chunks.split_heads(rows.do, axis=2)
+    lse = chunks.split_heads(rows.lse, axis=1)
+    delta = chunks.split_heads(rows.delta, axis=1)
+    return [Rows._make(parts) for parts in zip(q, do, lse, delta, strict=True)]

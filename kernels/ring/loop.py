@@ -1,0 +1,168 @@
+"""The loop over ring steps, and the kernels of one step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..device import is_tpu
+from .chunks import BoundsTable, Chunks, Pair, Pairs, RingStep
+from .routes import Schedule
+
+UNROLLED_STEPS = 16
+UNROLLED_ON_TPU = 4
+"""Rings with more steps are compiled as a loop: its compile time does not grow."""
+
+LOOP_UNROLL = 2
+"""Ring steps in an iteration of that loop: keys alternate between two buffers, and are
+not copied back into one."""
+
+State = TypeVar("State")
+
+
+def ring_loop(
+    schedule: Schedule,
+    take: Callable[[RingStep, State], State],
+    state: State,
+    count: jax.Array | None,
+) -> State:
+    """Runs `state = take(step, state)` for all ring steps.
+
+    count: ring steps after the first, where the program counts them; at least one.
+    """
+    if count is not None:
+        return _counted_loop(schedule, take, state, count)
+    begin = 0
+    for distinct in schedule.distinct:
+        state = _run_alike(begin, distinct, take, state)
+        state = take(RingStep(distinct, like=distinct), state)
+        begin = distinct + 1
+    return state
+
+
+def _counted_loop(
+    schedule: Schedule,
+    take: Callable[[RingStep, State], State],
+    state: State,
+    count: jax.Array,
+) -> State:
+    """Runs the first step, those between, and the last, which sends no keys on."""
+    state = take(RingStep(0, like=0), state)
+    if schedule.last > 1:
+        state = lax.fori_loop(
+            1, count, lambda n, state: take(RingStep(n, like=1), state), state
+        )
+    return take(RingStep(count, like=schedule.last), state)
+
+
+def _run_alike(
+    first: int, end: int, take: Callable[[RingStep, State], State], state: State
+) -> State:
+    """Runs steps in which the same chunks are sent: unrolled if few, else a loop."""
+    if end - first < (UNROLLED_ON_TPU if is_tpu() else UNROLLED_STEPS):
+        for n in range(first, end):
+            state = take(RingStep(n, like=first), state)
+        return state
+
+    def iteration(state: State, n: jax.Array) -> tuple[State, None]:
+        return take(RingStep(n, like=first), state), None
+
+    numbers = jnp.arange(first, end, dtype=jnp.int32)
+    return lax.scan(iteration, state, numbers, unroll=LOOP_UNROLL)[0]
+
+
+class Sums(NamedTuple):
+    """What the kernels of a pass have summed so far.
+
+    groups: of each head group its partial result, or dq; None before the first kernel.
+    chunks: dk and dv by the numbers of chunks; None of each in the forward.
+    """
+
+    groups: list[Any]
+    chunks: dict[int, Any]
+
+
+class ChunkSums(NamedTuple):
+    """Of `Sums`, those that a kernel of a chunk goes on from."""
+
+    of_group: Any
+    of_chunk: Any
+
+
+class RingPass(Protocol):
+    """A pass around the ring, as `run_kernels` sees it."""
+
+    @property
+    def chunks(self) -> Chunks: ...
+
+    def add(self, number: int, kv: Pair, prepared: Any, sums: ChunkSums) -> ChunkSums:
+        """Runs the kernel of a chunk for the bounds of one interval."""
+        ...
+
+    def skip(self, number: int, kv: Pair, sums: ChunkSums) -> ChunkSums:
+        """Returns the sums as they are, in the form that `add` returns."""
+        ...
+
+
+def run_kernels(
+    ring_pass: RingPass, tables: dict[int, BoundsTable], kv: Pairs, sums: Sums
+) -> Sums:
+    """Runs the kernels of a ring step: of each chunk, one for each interval.
+
+    If several kernels follow a transfer, XLA schedules its start late, as if the last
+    one alone hid it; as one conditional they count as one instruction. They are skipped
+    where no query sees a key, and so is each of several intervals.
+
+    tables: rows (m, …) of the chunks that this step attends to.
+    """
+
+    def run_all(sums: Sums) -> Sums:
+        for number, table in tables.items():
+            run = functools.partial(_run_chunk, ring_pass, number, kv[number], table)
+            sums = _with_chunk(ring_pass.chunks, number, run, sums)
+        return sums
+
+    def skip_all(sums: Sums) -> Sums:
+        for number in tables:
+            skip = functools.partial(ring_pass.skip, number, kv[number])
+            sums = _with_chunk(ring_pass.chunks, number, skip, sums)
+        return sums
+
+    any_visible = [table.any_visible for table in tables.values()]  # (m,) each
+    kernels = sum(len(intervals) for intervals in any_visible)
+    if kernels < 2 or ring_pass.chunks.ring.size == 1:
+        return run_all(sums)
+    return lax.cond(jnp.concatenate(any_visible).any(), run_all, skip_all, sums)
+
+
+def _run_chunk(
+    ring_pass: RingPass, number: int, kv: Pair, table: BoundsTable, sums: ChunkSums
+) -> ChunkSums:
+    """Runs a chunk's kernel for each interval; of several, where a query sees keys."""
+    intervals = len(table.any_visible)
+    # One object for all intervals: JAX traces a branch once for each that it sees.
+    skip = functools.partial(ring_pass.skip, number, kv)
+    for interval in range(intervals):
+        prepared = jax.tree.map(lambda x, m=interval: x[m], table.prepared)
+        add = functools.partial(ring_pass.add, number, kv, prepared)
+        if intervals == 1:
+            return add(sums)
+        sums = lax.cond(table.any_visible[interval], add, skip, sums)
+    return sums
+
+
+def _with_chunk(
+    chunks: Chunks,
+    number: int,
+    compute: Callable[[ChunkSums], ChunkSums],
+    sums: Sums,
+) -> Sums:
+    """Replaces the sums of a chunk and of its head group, in a copy of all."""
+    group = chunks.group(number)
+    before = ChunkSums(sums.groups[group], sums.chunks.get(number))
+    after = compute(before)
+    groups = [*sums.groups[:group], after.of_group, *sums.groups[group + 1 :]]
+    return Sums(groups, sums.chunks | {number: after.of_chunk})
