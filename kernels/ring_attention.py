@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -43,15 +44,21 @@ def ring_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
 
-    Arguments and result as in `ring.attend`, q in the order of `layout`; `scale`,
-    `sinks`, `soft_cap` and `implementation` as in `one_device.attention`, `with_lse`
-    and `ulysses_axis`, whose devices hold a shard's slots in slices, as in
-    `make_ring_attention`; `route`, the ways that keys and values take, by itself half
-    of them each way round between TPUs (but v3), else one. The gradient of the sinks is
-    that of this device's queries; `shard_map` adds up the devices'. Bounds do not say
-    which tokens are padding: all operands must be finite, or see `Mask.fill_padding`.
-    Decreasing bounds are not refused here, as they are traced: see
-    `checks.check_increasing`.
+    q: (B, L, H, D), k, v: (B, L, K, D), the local shards, in the order of `layout`.
+    k_start, k_end: signed integers (B or 1, L), or (m, B or 1, L) of m intervals: the
+      half-open intervals of key indices that each query attends to. Decreasing bounds
+      are not refused here, as they are traced: see `checks.check_increasing`. Bounds do
+      not say which tokens are padding: all operands must be finite, or see
+      `Mask.fill_padding`.
+    scale, sinks, soft_cap, implementation: as in `one_device.attention`. The gradient
+      of the sinks is that of this device's queries; `shard_map` adds up the devices'.
+    ulysses_axis: mesh axis whose devices hold a shard's slots in slices.
+    route: how keys and values travel. Default: half of them each way round between TPUs
+      (but v3), else all of them one way.
+    with_lse: return (out, lse), as in `make_ring_attention`.
+
+    Returns:
+      out (B, L, H, D), in the type of q.
 
     Raises:
       ValueError: operands that do not fit together or are not shards of the layout, an
@@ -158,6 +165,16 @@ def make_ring_attention(
         on_shards = functools.partial(local, route=route)
         return _COMPILED_ONCE(_over_mesh(on_shards, mesh, axes, with_lse))
 
+    def route_of(outline: Visible | None) -> Route:
+        """Returns the shortest route of a mask within a known outline, if any."""
+        route = None
+        if outline is not None:
+            route = route_within(outline, layout, ring_size, count_steps, one_way)
+        if isinstance(route, Counted):
+            # Devices of all axes leave the loop at the same step, or they would wait.
+            return replace(route, other_axes=others)
+        return route or all_shards(one_way)
+
     def attend(
         q: jax.Array,
         k: jax.Array,
@@ -175,25 +192,15 @@ def make_ring_attention(
         checks.check_shards("rows", "B", k.shape[0], axes.batch, mesh)
         heads = () if axes.heads is None else (axes.heads,)
         checks.check_shards("key/value heads", "K", k.shape[2], heads, mesh)
-        mask = full() if within is None else within
-        if isinstance(visible, Mask):
-            mask = visible if within is None else visible & within
-            visible = mask(jnp.asarray(queries), k.shape[1])
-            within = None  # a part of mask now
-        visible = checks.checked_bounds(q, visible, k.shape[1], queries)
-        if within is not None:
-            visible &= within(jnp.asarray(queries), k.shape[1])
+        visible, mask = _bounds_and_mask(visible, within, q, queries, k.shape[1])
         q = mask.fill_padding(q, queries)
-        k, v = (mask.fill_padding(x, keys) for x in (k, v))
-        short = None
+        k = mask.fill_padding(k, keys)
+        v = mask.fill_padding(v, keys)
+        outline = None
         # What shards read is known where those of queries are those of keys.
-        is_self = q.shape[1] == k.shape[1]
-        if ring_size > 1 and is_self:
+        if ring_size > 1 and q.shape[1] == k.shape[1]:
             outline = mask.outline(queries, k.shape[1])
-            short = route_within(outline, layout, ring_size, count_steps, one_way)
-        route = short or all_shards(one_way)
-        if isinstance(route, Counted):
-            route = replace(route, other_axes=others)
+        route = route_of(outline)
         results = compiled(route)(q, k, v, visible, sinks)
         if check_masks:
             in_order = Visible(*(unpermute(x, layout, ring_size, -1) for x in visible))
@@ -205,6 +212,27 @@ def make_ring_attention(
         return mask.fill_padding(out, queries), lse
 
     return attend
+
+
+def _bounds_and_mask(
+    visible: Mask | Visible,
+    within: Mask | None,
+    q: jax.Array,
+    queries: np.ndarray,
+    num_keys: int,
+) -> tuple[Visible, Mask]:
+    """Returns bounds in the order of q, and a mask that shows all that they do.
+
+    queries: index of each query, (T,).
+    """
+    index = jnp.asarray(queries)
+    if isinstance(visible, Mask):
+        mask = visible if within is None else visible & within
+        return checks.checked_bounds(q, mask(index, num_keys), num_keys, queries), mask
+    bounds = checks.checked_bounds(q, visible, num_keys, queries)
+    if within is None:
+        return bounds, full()
+    return bounds & within(index, num_keys), within
 
 
 def _poisoned(results: Any, is_wrong: Sequence[Array]) -> Any:
