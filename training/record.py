@@ -39,7 +39,7 @@ OPTIONS = (
     "jax_optimization_level",
     "jax_disable_most_optimizations",
 )
-"""JAX's options that change what is computed, or how; by code or as JAX_... variables."""
+"""JAX's options that change what is computed, or how."""
 
 REMOVED = {
     "agent.method": "transformer",
