@@ -129,8 +129,8 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         if first_step == last_step:
             say(
                 f"all {last_step} steps are made, so nothing is trained: "
-                "config.train.extra_steps adds some at the last learning rate, a larger "
-                "config.train.steps stretches the schedule and raises the rate"
+                "config.train.extra_steps adds some at the last learning rate; "
+                "a larger config.train.steps stretches the schedule and raises the rate"
             )
             return {"step": last_step}
         if is_first:
