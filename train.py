@@ -34,15 +34,9 @@ from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, sa
 from tasks.config_errors import names_fields
 from tasks.layout_choice import row_lines, wrapped
 from tasks.run import Data, Run
-from tasks.state import (
-    compile_programs,
-    first_state,
-    guard_settings,
-    rate_change,
-    read_frozen,
-)
+from tasks.state import compile_programs, first_state, guard_settings, read_frozen
 from tasks.systems import prepare_devices
-from tasks.task import check, check_attention, make_run, run_settings
+from tasks.task import check, check_attention, make_run, rate_change, run_settings
 from training import compilation, hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place

@@ -6,8 +6,7 @@ checkpoints hold the adapters and the identity of what they belong to.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -109,32 +108,6 @@ def optimizer_settings(config: ConfigDict) -> OptimizerSettings:
     stored = {name: fields.pop(name) for name in STORED}
     storage = Storage(**stored, seed=config.seed)
     return OptimizerSettings(total_steps=config.train.steps, storage=storage, **fields)
-
-
-def rate_change(config: ConfigDict, saved: Mapping[str, Any], step: int) -> str:
-    """Returns a line if the next update gets another learning rate than before, or "".
-
-    saved: settings of the run that saved `step`, by dotted name (see `run_settings`).
-    """
-    now = optimizer_settings(config)
-    names = {"total_steps": "train.steps"}
-    names |= {
-        name: f"optimizer.{name}" for name in ("peak_lr", "end_lr", "warmup_steps")
-    }
-    kept = {field: saved[name] for field, name in names.items() if name in saved}
-    before = dataclasses.replace(now, **kept)
-    rate_before = float(before.schedule()(step))
-    rate = float(now.schedule()(step))
-    if math.isclose(rate, rate_before, rel_tol=0.01):
-        return ""
-    line = f"learning rate: {rate_before:.1e} -> {rate:.1e} by another schedule"
-    more_steps = now.total_steps - step
-    if step >= before.total_steps and more_steps > 0:
-        line += (
-            f"; to keep it, set config.train.steps={before.total_steps} and "
-            f"config.train.extra_steps={more_steps}"
-        )
-    return line
 
 
 @names_fields

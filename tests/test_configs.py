@@ -34,7 +34,8 @@ from tasks import run_config, systems, task, text
 from tasks.command_line import read_config
 from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of
 from tasks.exorl import AgentRun
-from tasks.state import optimizer_settings, rate_change
+from tasks.state import optimizer_settings
+from tasks.task import rate_change
 from tasks.text import TextRun
 from tests import buckets
 from tests.cases import pairs

@@ -339,11 +339,7 @@ class Manager(ocp.CheckpointManager):
         return False
 
     def _load_checkpoint_infos(self, *args: Any, **options: Any) -> list[Any]:
-        """Lists the steps.
-
-        Raises:
-          OSError: Orbax left one out, as it takes any failing `stat` for no directory.
-        """
+        """Lists the steps; raises OSError where Orbax drops one whose `stat` failed."""
         named = []
         with contextlib.suppress(FileNotFoundError):  # a bucket without objects
             named = [x for x in self.directory.iterdir() if STEP.fullmatch(x.name)]
@@ -366,11 +362,7 @@ class Newest(ocp.checkpoint_managers.LatestN):
 
 
 def _is_finished(directory: Path) -> bool:
-    """Returns whether a finished step is there, by what it lists.
-
-    Raises:
-      OSError: it cannot be listed.
-    """
+    """Returns whether a finished step is there; raises OSError if it cannot list it."""
     try:
         items = {path.name for path in directory.iterdir()}
     except (FileNotFoundError, NotADirectoryError):  # deleted since, or a file

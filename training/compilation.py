@@ -103,10 +103,11 @@ class Programs(compilation_cache.CacheInterface):
 
     XLA runs what it reads. JAX's own files have no checksum where it compresses by
     Zstandard, and never say to which key they belong.
+
+    say: logs the first fault, in a line.
     """
 
     def __init__(self, directory: str, say: Callable[[str], None]) -> None:
-        """Keeps programs in a directory, or in a bucket; `say` logs the first fault."""
         self._path = place_of(directory)
         self._say = say
         self._has_warned = False

@@ -30,15 +30,9 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables of the environment that change what is compiled."""
 
 OPTIONS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_use_shardy_partitioner",
-    "jax_optimization_level",
-    "jax_disable_most_optimizations",
-)
+    "enable_x64 default_matmul_precision default_prng_impl threefry_partitionable "
+    "numpy_dtype_promotion use_shardy_partitioner optimization_level"
+).split()
 """JAX's options that change what is computed, or how."""
 
 REMOVED = {
@@ -159,18 +153,15 @@ def _program() -> dict[str, str]:
     files = [file for folder in folders for file in (root / folder).rglob("*.py")]
     for file in (root / "train.py", *sorted(files)):
         digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    program = {"program": f"sources {digest.hexdigest()[:16]}"}
     platform = jax.devices()[0].client.platform_version  # of libtpu, or of CUDA
-    program["versions"] = (
-        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
-        + " ".join(platform.split())
-    )
+    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {platform}"
+    program = {"program": f"sources {digest.hexdigest()[:16]}", "versions": versions}
     for name in FLAGS:
         flags = os.environ.get(name, "").split()
         # Hosts may write what they dump to places of their own.
         program[name] = " ".join(x for x in flags if not x.startswith("--xla_dump"))
     for name in OPTIONS:
-        program[name] = str(jax.config.values[name])
+        program[f"jax_{name}"] = str(jax.config.values[f"jax_{name}"])
     return program
 
 
