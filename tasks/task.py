@@ -131,7 +131,7 @@ def rate_change(config: ConfigDict, saved: Mapping[str, Any], step: int) -> str:
     rate = float(now.schedule()(step))
     if math.isclose(rate, rate_before, rel_tol=0.01):
         return ""
-    line = f"learning rate: {rate_before:.1e} -> {rate:.1e} by another schedule"
+    line = f"changed since step {step}: learning rate: {rate_before:.1e} -> {rate:.1e}"
     if before.total_steps <= step < now.total_steps:
         line += (
             f"; to keep it, set config.train.steps={before.total_steps} and "

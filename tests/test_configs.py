@@ -327,16 +327,16 @@ def test_runs_take_the_memory_that_plans_count_on(given, monkeypatch):
         ({}, 200, ""),
         ({"train.steps": 300, "optimizer.peak_lr": 3e-3}, 200, ""),
         ({"train.steps": 300}, 300, ""),
-        ({"train.steps": 200}, 100, "2.0e-03 -> 2.6e-03 by another schedule"),
-        ({"optimizer.end_lr": 3e-3}, 300, "3.0e-03 -> 3.0e-04 by another schedule"),
+        ({"train.steps": 200}, 100, "2.0e-03 -> 2.6e-03"),
+        ({"optimizer.end_lr": 3e-3}, 300, "3.0e-03 -> 3.0e-04"),
         (
             {"train.steps": 200},
             250,
-            "3.0e-04 -> 5.2e-04 by another schedule; to keep it, set "
+            "3.0e-04 -> 5.2e-04; to keep it, set "
             "config.train.steps=200 and config.train.extra_steps=50",
         ),
     ],
 )
 def test_another_learning_rate_is_said_with_what_keeps_it(saved, step, said):
     line = rate_change(tiny.get_config(), saved, step)
-    assert line == (said and f"learning rate: {said}")
+    assert line == (said and f"changed since step {step}: learning rate: {said}")

@@ -238,9 +238,9 @@ def test_a_complete_run_has_nothing_to_do_but_extra_steps(undisturbed, run):
     assert run.train(**quiet, train__steps=STEPS + 6)["step"] == STEPS + 6
     (change,) = (line for line in run.said if "learning rate: " in line)
     keeps = f"config.train.steps={STEPS} and config.train.extra_steps=2"
-    assert change.endswith(f"by another schedule; to keep it, set {keeps}")
+    assert change.endswith(f"; to keep it, set {keeps}")
     rates = [rate for _, rate in run.curve("train/learning_rate")]
-    assert f" {rates[-3]:.1e} -> {rates[-2]:.1e} " in change
+    assert f": {rates[-3]:.1e} -> {rates[-2]:.1e}; " in change
 
 
 @pytest.mark.thorough
