@@ -36,7 +36,7 @@ from tasks.layout_choice import row_lines, wrapped
 from tasks.run import Data, Run
 from tasks.state import compile_programs, first_state, guard_settings, read_frozen
 from tasks.systems import prepare_devices
-from tasks.task import check, check_attention, make_run, run_settings
+from tasks.task import check, check_attention, make_run, rate_change, run_settings
 from training import compilation, hosts, peers, record
 from training.checkpoint import Checkpoints
 from training.feed import place
@@ -55,6 +55,7 @@ from training.sinks import (
     check_wandb,
     run_directory,
 )
+from training.stored_step import RECORD
 from training.watchdog import Watchdog
 from training.workdir import check_shared, locked, make_writable
 
@@ -108,8 +109,11 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         checkpoints = stack.enter_context(_checkpoints(config, data, settings, say))
         if checkpoints.latest_step() is not None:
             with goodput.spend("restore"):
-                state, _ = checkpoints.restore(run.state_like)
+                state, meta = checkpoints.restore(run.state_like)
             say(f"resuming from step {state.step}")
+            saved = meta.get(RECORD, {}).get(record.SETTINGS, {})
+            if change := rate_change(config, saved, int(state.step)):
+                say(change)
         else:
             state = first_state(run, data, say)
         frozen = read_frozen(run, say)
@@ -117,7 +121,11 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         if first_step >= last_step:  # a complete run goes on
             last_step = first_step + config.train.extra_steps
         if first_step == last_step:
-            say(f"all {last_step} steps are made: raise config.train.steps to go on")
+            say(
+                f"all {last_step} steps are made, so nothing is trained: "
+                "config.train.extra_steps adds some at the last learning rate; "
+                "a larger config.train.steps stretches the schedule and raises the rate"
+            )
             return {"step": last_step}
         if is_first:
             seconds = checkpoints.directory.parent / "goodput.json"

@@ -1,11 +1,12 @@
 """Checks a config, makes the run of the task that it names, records its settings."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,6 +115,29 @@ def run_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, An
     if unread:
         say(f"data: {unread}")
     return json.loads(json.dumps(read | {f"{field}.contents": digest}))
+
+
+def rate_change(config: ConfigDict, saved: Mapping[str, Any], step: int) -> str:
+    """Returns a line if the next update gets another learning rate than before, or "".
+
+    saved: settings of the run that saved `step` (see `run_settings`).
+    """
+    now = optimizer_settings(config)
+    kept = {"total_steps": saved.get("train.steps", now.total_steps)}
+    for name in ("peak_lr", "end_lr", "warmup_steps"):
+        kept[name] = saved.get(f"optimizer.{name}", config.optimizer[name])
+    before = dataclasses.replace(now, **kept)
+    rate_before = float(before.schedule()(step))
+    rate = float(now.schedule()(step))
+    if math.isclose(rate, rate_before, rel_tol=0.01):
+        return ""
+    line = f"changed since step {step}: learning rate: {rate_before:.1e} -> {rate:.1e}"
+    if before.total_steps <= step < now.total_steps:
+        line += (
+            f"; to keep it, set config.train.steps={before.total_steps} and "
+            f"config.train.extra_steps={now.total_steps - step}"
+        )
+    return line
 
 
 def check(config: ConfigDict, devices: int | None) -> None:

@@ -23,6 +23,7 @@ from configs import (
     fine_tune,
     icrl,
     models,
+    tiny,
 )
 from data.text.token_file import TokenFileWriter
 from kernels.layouts import check_length
@@ -34,6 +35,7 @@ from tasks.command_line import read_config
 from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of
 from tasks.exorl import AgentRun
 from tasks.state import optimizer_settings
+from tasks.task import rate_change
 from tasks.text import TextRun
 from tests import buckets
 from tests.cases import pairs
@@ -316,3 +318,25 @@ def test_runs_take_the_memory_that_plans_count_on(given, monkeypatch):
     monkeypatch.setattr(systems.os, "environ", environment)
     systems.prepare_devices(base.get_config())
     assert environment == wanted
+
+
+# Saved settings and the step that they had made, of 30 + 270 in tiny => what is said.
+@pytest.mark.parametrize(
+    ("saved", "step", "said"),
+    [
+        ({}, 200, ""),
+        ({"train.steps": 300, "optimizer.peak_lr": 3e-3}, 200, ""),
+        ({"train.steps": 300}, 300, ""),
+        ({"train.steps": 200}, 100, "2.0e-03 -> 2.6e-03"),
+        ({"optimizer.end_lr": 3e-3}, 300, "3.0e-03 -> 3.0e-04"),
+        (
+            {"train.steps": 200},
+            250,
+            "3.0e-04 -> 5.2e-04; to keep it, set "
+            "config.train.steps=200 and config.train.extra_steps=50",
+        ),
+    ],
+)
+def test_another_learning_rate_is_said_with_what_keeps_it(saved, step, said):
+    line = rate_change(tiny.get_config(), saved, step)
+    assert line == (said and f"changed since step {step}: learning rate: {said}")

@@ -89,6 +89,15 @@ def test_paths_are_there(page):
     assert page.file_names() <= NAMES
 
 
+def test_versions_that_are_named_are_tags():
+    sources = [path.read_text() for path in (ROOT / "kernels").rglob("*.py")]
+    texts = [page.text for page in (*PAGES, LOG)] + sources
+    named = {tag for text in texts for tag in re.findall(r"\bv\d\.\d+-[a-z]+", text)}
+    command = ["git", "-C", ROOT, "tag"]
+    tags = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    assert named <= set(tags)
+
+
 def test_make_targets_are_those_of_the_makefile():
     named = {c.words[1] for c in COMMANDS + INLINE if c.words[0] == "make"}
     makefile = (ROOT / "Makefile").read_text()

@@ -13,7 +13,7 @@ static schedule, and counts the bundles (VLIW instructions): its cycles, unless
 something stalls. The count is exact and the same in every run. Of a tile that is
 computed in a loop it counts one iteration, and mxu_bound is too small by that factor.
 The branch that ends a body, and up to four bundles in its delay slots, are not counted.
-The tag v0.1-wide counts splash attention's and tokamax's bundles too.
+Commit 43b984f counts splash attention's and tokamax's bundles too.
 
 `--try` compiles all combinations of some fields of `TpuBlocks` beside the blocks of the
 table (`kernels/backends/tpu/block_sizes.py`), and prints the best as the line for it;

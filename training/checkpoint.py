@@ -5,6 +5,7 @@ The contents of a step are in `training/stored_step.py`.
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ from training.stored_step import (
     together,
 )
 from training.workdir import make_writable
+
+STEP = re.compile("0|[1-9][0-9]*")
+"""Names of finished steps."""
 
 DAMAGED = "damaged"
 """Directory for damaged steps, beside the good ones."""
@@ -325,7 +329,7 @@ class Checkpoints:
 
 
 class Manager(ocp.CheckpointManager):
-    """Orbax's manager, which leaves notices of preemption to the run.
+    """Orbax's manager, which drops no step and leaves notices of preemption to the run.
 
     Its own question after each save would move the step at which the processes of a run
     have agreed to stop (see `training/preemption.py`).
@@ -333,6 +337,18 @@ class Manager(ocp.CheckpointManager):
 
     def reached_preemption(self, step: int) -> bool:
         return False
+
+    def _load_checkpoint_infos(self, *args: Any, **options: Any) -> list[Any]:
+        """Lists the steps; raises OSError where Orbax drops one whose `stat` failed."""
+        named = []
+        with contextlib.suppress(FileNotFoundError):  # a bucket without objects
+            named = [x for x in self.directory.iterdir() if STEP.fullmatch(x.name)]
+        infos = super()._load_checkpoint_infos(*args, **options)
+        listed_steps = {str(info.step) for info in infos}
+        for path in named:
+            if path.name not in listed_steps and _is_finished(path):
+                raise OSError(f"{path} is there, but could not be looked at")
+        return infos
 
 
 class Newest(ocp.checkpoint_managers.LatestN):
@@ -343,6 +359,17 @@ class Newest(ocp.checkpoint_managers.LatestN):
     def should_preserve(self, checkpoints: Sequence[Any], **rest: Any) -> list[bool]:
         preserved = super().should_preserve(checkpoints, **rest)
         return [is_new or not self.rotates for is_new in preserved]
+
+
+def _is_finished(directory: Path) -> bool:
+    """Returns whether a finished step is there; raises OSError if it cannot list it."""
+    try:
+        items = {path.name for path in directory.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):  # deleted since, or a file
+        return False
+    # In Google's buckets nothing is renamed: what is finished holds this file.
+    is_google = str(directory).startswith("gs://")
+    return not is_google or ocp.path.atomicity.COMMIT_SUCCESS_FILE in items
 
 
 def open_manager(directory: str | Path, newest: Newest, *, cleans: bool) -> Manager:

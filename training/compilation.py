@@ -3,27 +3,32 @@
 JAX's keys hold the program without its line numbers, the versions of jaxlib and of the
 platform, XLA's flags and options, and the devices: kind, topology, and of CPUs their
 instructions. They hold no driver and no contents of files: delete the directory after
-other changes. Who may write there may run code here, as with a config.
+other changes. Digests find damage, not intent: who may write there may run code here,
+as with a config.
 """
 
 import contextlib
-import re
-import warnings
+import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src import compilation_cache  # the public module takes no cache of ours
 
-from training.workdir import make_writable, place_of
+from training.workdir import is_bucket, make_writable, place_of
 
 LEAST_SECONDS = 0.3
 """Programs that compile faster are not kept."""
 
+MOST_BYTES = 2 << 30
+"""Of all kept programs; the oldest go."""
+
+_SUFFIX = "-sha256-cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _READ = "/jax/compilation_cache/cache_retrieval_time_sec"
-_FAULT = "Error (reading|writing) persistent compilation cache entry for '(.*?)': "
 
 
 @dataclass
@@ -81,33 +86,86 @@ def kept_in(directory: str, say: Callable[[str], None] = print) -> Iterator[None
         say(f"WARNING: compiled programs are not kept: {error}")
         yield
         return
-    with warnings.catch_warnings():
-        _take_faults(directory, say)
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        compilation_cache._cache = Programs(directory, say)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+class Programs(compilation_cache.CacheInterface):
+    """Keeps programs in files that begin with the SHA-256 of their key and contents.
+
+    XLA runs what it reads. JAX's own files have no checksum where it compresses by
+    Zstandard, and never say to which key they belong.
+
+    say: logs the first fault, in a line.
+    """
+
+    def __init__(self, directory: str, say: Callable[[str], None]) -> None:
+        self._path = place_of(directory)
+        self._say = say
+        self._has_warned = False
+
+    def get(self, key: str) -> bytes | None:
+        """Returns a program as it was put; None where it is missing or damaged."""
+        file = self._path / (key + _SUFFIX)
         try:
-            for name, value in settings.items():
-                jax.config.update(name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
+            if not file.exists():
+                return None
+            entry = file.read_bytes()
+        except Exception as error:  # those of a bucket's package are of any kind
+            return self._discard(file, f"cannot be read ({error})")
+        program = entry[hashlib.sha256().digest_size :]
+        if entry != _with_digest(key, program):
+            return self._discard(file, "is not what was written under this name")
+        return program
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes a program, in place of any other, after the oldest made room."""
+        file = self._path / (key + _SUFFIX)
+        entry = _with_digest(key, value)
+        try:
+            self._make_room(len(entry))
+            file.write_bytes(entry)
+        except Exception as error:
+            self._discard(file, f"cannot be written ({error})")
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Removes the oldest files, JAX's own too, until so many bytes fit."""
+        files = {file: _time_and_size(file) for file in self._path.glob("*-cache")}
+        total = sum(size for _, size in files.values())
+        for file in sorted(files, key=files.get):
+            if total + num_bytes <= MOST_BYTES:
+                break
+            file.unlink()
+            total -= files[file][1]
+
+    def _discard(self, file: Path, why: str) -> None:
+        """Says the first fault, and removes the file, which would fail again."""
+        if not self._has_warned:
+            self._has_warned = True
+            self._say(f"WARNING: {file} {why}; the run goes on without")
+        if jax.process_index() == 0:
+            with contextlib.suppress(Exception):
+                file.unlink()
 
 
-def _take_faults(directory: str, say: Callable[[str], None]) -> None:
-    """Says what JAX warns of, once, and removes damaged files, which JAX would keep."""
-    show, said = warnings.showwarning, []
-    warnings.filterwarnings("always", _FAULT)
+def _with_digest(key: str, program: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\n" + program).digest() + program
 
-    def take(message: Warning | str, *where: Any, **more: Any) -> None:
-        fault = re.match(_FAULT, str(message))
-        if not fault:
-            return show(message, *where, **more)
-        if not said:
-            said.append(fault)
-            say(f"WARNING: {directory}: {message}; the run goes on without")
-        if fault[1] == "reading" and jax.process_index() == 0:
-            with contextlib.suppress(OSError):
-                for file in place_of(directory).glob(f"{fault[2]}-*-cache"):
-                    file.unlink()
 
-    warnings.showwarning = take
+def _time_and_size(file: Path) -> tuple[float, int]:
+    """Returns when a file was written, in seconds (0: unknown), and its bytes."""
+    if is_bucket(file):
+        status = file.stat()
+        return status.mtime, status.length
+    status = os.stat(
+        file
+    )  # epath asks for its owner's name, which a container may lack
+    return status.st_mtime, status.st_size

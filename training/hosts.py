@@ -3,6 +3,7 @@
 Each of them runs the same program on the same command line.
 """
 
+import re
 import socket
 
 import jax
@@ -14,6 +15,9 @@ from training.peers import join
 
 NOT_DETECTED = "coordinator_address should be defined"
 """JAX's error where it finds no cluster."""
+
+LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):")
+"""Coordinators that processes of this machine alone can mean."""
 
 
 def connect(
@@ -62,6 +66,9 @@ def connect(
                 raise
         return
     _check_place(coordinator, count, index)
+    if LOOPBACK.match(coordinator):
+        # JAX's own choice is every interface: others could join the run, or stop it.
+        options["coordinator_bind_address"] = coordinator
     join(
         f"{coordinator=} {count=} {index=}",
         coordinator_address=coordinator,

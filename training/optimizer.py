@@ -89,6 +89,18 @@ class OptimizerSettings:
         if wrong:
             raise ValueError("; ".join(wrong))
 
+    def schedule(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the number of updates made."""
+        return standard_promotion(
+            optax.warmup_cosine_decay_schedule(
+                init_value=0.0,
+                peak_value=self.peak_lr,
+                warmup_steps=self.warmup_steps,
+                decay_steps=self.total_steps,
+                end_value=self.end_lr,
+            )
+        )
+
 
 def make_optimizer(
     settings: OptimizerSettings, shapes: Any = None, axes: Any = None
@@ -110,15 +122,7 @@ def make_optimizer(
     Raises:
       ValueError: what is not AdamW in float32, for a model with two stacks of layers.
     """
-    schedule = standard_promotion(
-        optax.warmup_cosine_decay_schedule(
-            init_value=0.0,
-            peak_value=settings.peak_lr,
-            warmup_steps=settings.warmup_steps,
-            decay_steps=settings.total_steps,
-            end_value=settings.end_lr,
-        )
-    )
+    schedule = settings.schedule()
     adamw = optax.adamw(
         schedule,
         b1=settings.beta1,

@@ -6,12 +6,14 @@ processes of a run compare theirs before they compute anything.
 
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 
 from training.hosts import first_says, tell_all
 from training.stored_step import differences, is_named, listed
@@ -23,6 +25,15 @@ PLACES = ("data.corpus", "data.trajectories")
 
 PINNED = ("seed", "data")
 """Settings that decide which data a step reads."""
+
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables of the environment that change what is compiled."""
+
+OPTIONS = (
+    "enable_x64 default_matmul_precision default_prng_impl threefry_partitionable "
+    "numpy_dtype_promotion use_shardy_partitioner optimization_level"
+).split()
+"""JAX's options that change what is computed, or how."""
 
 REMOVED = {
     "agent.method": "transformer",
@@ -113,7 +124,8 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     Raises:
       ValueError, OSError: those of `make`, on any process; or the processes have other
-        settings, by field, or run other sources. On all of them alike.
+        settings, by field, or would compile other programs (see `_program`). On all of
+        them alike.
     """
     settings, error = {}, None
     try:
@@ -122,7 +134,7 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         error = caught
     replies = []
     if jax.process_count() > 1:
-        compared = settings | {"program": _program()}
+        compared = settings | _program()
         own = {"error": error and str(error), SETTINGS: compared}
         replies = [json.loads(text) for text in tell_all(json.dumps(own))]
     if error is not None:
@@ -134,14 +146,23 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return settings
 
 
-def _program() -> str:
-    """Returns a digest of the sources that a run imports, and the version of JAX."""
+def _program() -> dict[str, str]:
+    """Returns what decides, beside its settings, which programs a run compiles."""
     root, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
     folders = "kernels", "models", "data", "training", "tasks"
     files = [file for folder in folders for file in (root / folder).rglob("*.py")]
     for file in (root / "train.py", *sorted(files)):
         digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    return f"sources {digest.hexdigest()[:16]}, jax {jax.__version__}"
+    platform = jax.devices()[0].client.platform_version  # of libtpu, or of CUDA
+    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {platform}"
+    program = {"program": f"sources {digest.hexdigest()[:16]}", "versions": versions}
+    for name in FLAGS:
+        flags = os.environ.get(name, "").split()
+        # Hosts may write what they dump to places of their own.
+        program[name] = " ".join(x for x in flags if not x.startswith("--xla_dump"))
+    for name in OPTIONS:
+        program[f"jax_{name}"] = str(jax.config.values[f"jax_{name}"])
+    return program
 
 
 def _check_alike(settings: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, Manager
 from training.hosts import all_agree
 from training.record import SETTINGS, agreed
 from training.stored_step import (
@@ -101,7 +101,7 @@ class SavedParameters:
             create=False, enable_async_checkpointing=False
         )
         for _ in range(ROTATED):  # a list may miss the new step, and the old one too
-            with ocp.CheckpointManager(directory, options=options) as manager:
+            with Manager(directory, options=options) as manager:
                 step = manager.latest_step()
             if step is not None:
                 return StoredStep(step, manager.directory / str(step))

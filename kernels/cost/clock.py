@@ -54,7 +54,7 @@ CYCLES = {
     "TPU v5p": {"forward": (3909, 721, 203, 2150), "backward": (8971, 431, 471, 1962)},
     "TPU v6e": {"forward": (1831, 229, 249, 1900), "backward": (4340, 310, 261, 1894)},
 }
-"""From results/tpu/kernel_parts.json, made at v0.1-wide: full; begin + end; what a tile
+"""From results/tpu/kernel_parts.json, made at 43b984f: full; begin + end; what a tile
 on the diagonal takes beyond its 10 live sub-tiles of 16; what other partial tiles do,
 with masks and (forward) the sums that their programs begin with."""
 

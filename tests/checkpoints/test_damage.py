@@ -1,6 +1,7 @@
 """Damaged steps and failed saves: no wrong bit is used, and nothing good is lost."""
 
 import errno
+import functools
 import os
 import re
 import shutil
@@ -14,7 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
+from orbax.checkpoint._src.path import gcs_utils
 
+from tests import buckets
 from tests.small.runs import assert_equal_bits, files
 from tests.small.states import (
     LEAVES_COROUTINES,
@@ -25,7 +28,7 @@ from tests.small.states import (
     checkpoints,
     state,
 )
-from training.checkpoint import Manager
+from training.checkpoint import Manager, Newest, open_manager
 from training.stored_step import shows_damage
 from training.weights import SavedParameters
 
@@ -258,6 +261,58 @@ def test_a_list_that_could_not_be_read_is_read_again(directory, monkeypatch):
     with checkpoints(directory, sleep=waits.append) as saved:
         assert_restores(saved, 30)
     assert not errors and waits == [1, 4]
+
+
+def fail_stat(patch: pytest.MonkeyPatch, step: Path, times: int) -> None:
+    """Lets so many looks at a step's directory fail."""
+    stat, failed = os.stat, []
+
+    def failing(path: Any, *args: Any, **options: Any) -> Any:
+        if path == str(step) and len(failed) < times:
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, *args, **options)
+
+    patch.setattr(os, "stat", failing)
+
+
+def test_a_step_that_is_named_but_cannot_be_looked_at_is_not_passed_over(
+    directory, monkeypatch
+):
+    (directory / "30/commit_success.txt").unlink()  # older steps have none
+    (directory / "012").mkdir()
+    (directory / "40").touch()
+    waits = []
+    fail_stat(monkeypatch, directory / "30", 1)
+    with checkpoints(directory, sleep=waits.append) as saved:
+        assert saved.latest_step() == 30
+    assert waits == [1]
+    fail_stat(monkeypatch, directory / "30", 10**6)
+    with pytest.raises(OSError, match="30 is there, but could not be looked at"):
+        SavedParameters(directory.parent)
+    with pytest.raises(OSError, match="cannot be read .4 attempts.*/30 is there"):
+        checkpoints(directory, sleep=waits.append)
+
+
+def test_a_step_in_a_bucket_counts_when_its_save_has_ended(monkeypatch):
+    # The check of this asks Google itself.
+    monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda _: False)
+    with buckets.in_memory():
+        opened = functools.partial(
+            open_manager, "gs://mine/run", Newest(3), cleans=False
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(PATH, "mkdir", lambda *_, **__: None)  # as in real buckets
+            with opened() as manager:
+                assert manager.latest_step() is None
+        bucket = epath.Path("gs://mine/run")
+        (bucket / "10/commit_success.txt").write_text("")
+        (bucket / "20/state/part").write_text("")
+        with opened() as manager:
+            assert manager.latest_step() == 10
+        monkeypatch.setattr(PATH, "exists", lambda _: False)
+        with pytest.raises(OSError, match="run/10 is there, but could not be lo"):
+            opened()
 
 
 # Saves that fail or are refused: the run goes on where it can; nothing good goes.

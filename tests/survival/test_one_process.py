@@ -234,6 +234,13 @@ def test_a_complete_run_has_nothing_to_do_but_extra_steps(undisturbed, run):
     assert rates == pytest.approx([run.config().optimizer.end_lr] * 2)
     # Another 2, and not only up to 14.
     assert run.train(**quiet)["step"] == STEPS + 4
+    assert not any("learning rate: " in line for line in run.said)
+    assert run.train(**quiet, train__steps=STEPS + 6)["step"] == STEPS + 6
+    (change,) = (line for line in run.said if "learning rate: " in line)
+    keeps = f"config.train.steps={STEPS} and config.train.extra_steps=2"
+    assert change.endswith(f"; to keep it, set {keeps}")
+    rates = [rate for _, rate in run.curve("train/learning_rate")]
+    assert f": {rates[-3]:.1e} -> {rates[-2]:.1e}; " in change
 
 
 @pytest.mark.thorough

@@ -5,12 +5,15 @@ import re
 import struct
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from tests.cases import pairs, table
 from tests.fuzzing import altered, damaged, fuzz
+from tools.lib.hf.names import EMBEDDING, HEAD
+from tools.lib.hf.reading import _is_embedding
 from tools.lib.hf.tensor_files import INDEX, WHOLE, TensorFiles, write_tensors
 
 RNG = np.random.default_rng(8)
@@ -141,6 +144,35 @@ def test_a_bad_header_is_refused_in_a_line(tmp_path, name):
     (tmp_path / WHOLE).write_bytes(BAD_HEADERS[name])
     complaint = "model.safetensors (is not a whole safe|has a tensor '.*not a name)"
     assert_refused(tmp_path, complaint)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8"])
+def test_types_that_are_not_read_are_named(tmp_path, dtype):
+    save_file({"a": np.zeros(3, dtype)}, tmp_path / WHOLE)
+    name = {"float64": "F64", "int8": "I8"}[dtype]
+    complaint = (
+        f"a in .* has type {name}, not one of BF16, F16, F32: save the model in "
+    )
+    assert_refused(tmp_path, complaint)
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("rounds_head", [True, False])
+def test_a_tied_head_may_be_stored_in_another_precision(tmp_path, kind, rounds_head):
+    exact = np.float32([[1 / 3, -2.0], [1e-3, 60_000]])
+    tensors = {EMBEDDING.name: exact, HEAD.name: exact}
+    name = HEAD.name if rounds_head else EMBEDDING.name
+    tensors[name] = exact.astype(kind)
+    save_file(tensors, tmp_path / WHOLE)
+    with TensorFiles(tmp_path) as files:
+        assert _is_embedding(files, files.shapes)
+    tensors[name] = (exact * 1.01).astype(kind)
+    save_file(tensors, tmp_path / WHOLE)
+    with (
+        TensorFiles(tmp_path) as files,
+        pytest.raises(ValueError, match="lm_head.weight is not model.embed_tokens.we"),
+    ):
+        _is_embedding(files, files.shapes)
 
 
 def stored(path: Path) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from training.watchdog import HUNG
 
 # Saves three steps, restores the newest good one, and waits for a signal.
 PROGRAM = """
-import sys, time
+import socket, sys, time
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from training import hosts
@@ -53,6 +53,7 @@ def read_but_not(self, abstract):
 StoredStep._read_arrays = read_but_not
 say("agree", hosts.all_agree(True), hosts.all_agree(index == "0"))
 say("first", hosts.first_says(40 + int(index)))
+say("open to others", socket.socket().connect_ex(("127.0.0.2", int(port))) == 0)
 
 stop, options = stop_notice(), {"keep": 3, "fingerprint": {}, "say": say}
 with Checkpoints(directory, **options) as checkpoints:
@@ -81,8 +82,11 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(tmp_path):
     first = "-c", PROGRAM, str(free_port())
     with Processes([[*first, str(i), str(tmp_path)] for i in range(2)]) as two:
         for i in range(2):
-            for line in "agree True False", "first 40", "restored 20 True", "ready":
-                two.wait_for(line, i)
+            two.wait_for("agree True False", i)
+            two.wait_for("first 40", i)
+            two.wait_for("open to others False", i)
+            two.wait_for("restored 20 True", i)
+            two.wait_for("ready", i)
         two.running[1].send_signal(signal.SIGINT)
         results = two.finish()
     assert [code for code, _, _ in results] == [75, 75], results
@@ -104,6 +108,26 @@ def test_a_port_that_another_program_has_is_refused():
         place = f"localhost:{other.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"{place}.*Address already in use"):
             hosts.connect(place, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_bound"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("[::1]", True),
+        ("127.mine.org", False),
+        ("host", False),
+    ],
+)
+def test_a_coordinator_of_this_machine_listens_to_it_alone(host, is_bound, monkeypatch):
+    joined = []
+    monkeypatch.setattr(hosts, "join", lambda _, **options: joined.append(options))
+    monkeypatch.setattr(hosts, "_check_counts", lambda *_: None)
+    place = f"{host}:{free_port()}"
+    hosts.connect(place, 2, 0)
+    wanted = place if is_bound else None
+    assert joined[0].get("coordinator_bind_address") == wanted
 
 
 # Finds the others, or ends; then waits for them to be lost.

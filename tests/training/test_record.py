@@ -42,7 +42,7 @@ def test_a_setting_that_went_is_no_change_where_it_changed_nothing():
 
 # Says for each case what the processes agree on, or what they say that differs.
 PROGRAM = """
-import contextlib, json, os, sys
+import contextlib, json, os, shutil, sys
 from pathlib import Path
 import jax
 from tasks.task import run_settings
@@ -71,7 +71,15 @@ say(lambda: SavedParameters("weights"))
 for run in "run", "../shared":
     with workdir.locked(run) if index == "0" else contextlib.nullcontext():
         say(lambda: workdir.check_shared(run))
-record._program = lambda: f"sources {index}"
+os.environ["XLA_FLAGS"] = f"--xla_dump_to=/host{index}"
+say(lambda: record.agreed(dict))
+os.environ["XLA_FLAGS"] += f" --xla_flag={index}"
+os.environ["LIBTPU_INIT_ARGS"] = f"--xla_tpu={index}"
+jax.config.update("jax_enable_x64", index == "0")
+record.jaxlib.__version__ = f"0.{index}"
+shutil.copytree(Path(record.__file__).parent, "sources/training")
+Path(f"sources/train.py").write_text(index)
+record.__file__ = f"{os.getcwd()}/sources/training/record.py"
 say(lambda: record.agreed(dict))
 """
 
@@ -121,7 +129,7 @@ def test_two_processes_read_the_batches_of_one_and_refuse_others(corpus, tmp_pat
         [json.loads(line) for line in re.findall("^said (.*)$", said, re.M)]
         for _, said, _ in results
     )
-    *of_fields, moved, threads, replaced, missing = first[:-4]
+    *of_fields, moved, threads, replaced, missing = first[:-5]
     for (field, values), said in zip(DIFFERENT, of_fields, strict=True):
         name, (one, two) = field.replace("__", "."), map(json.dumps, values)
         assert said.startswith(
@@ -131,13 +139,21 @@ def test_two_processes_read_the_batches_of_one_and_refuse_others(corpus, tmp_pat
     assert moved == threads == "agreed, 0"
     assert "differ in data.corpus.contents: " in replaced
     assert missing.startswith(f"process 1: there is no corpus {gone}")
-    unlike, apart, together, sources = first[-4:]
+    unlike, apart, together, dumped, programs = first[-5:]
     words = "differ in the parameters of weights: .step 0 with digest .* on process 0, "
     assert re.search(words + ".step 0 with digest .* on process 1: ", unlike)
     assert apart.startswith("config.workdir=run on process 1 is not the directory")
     assert together == "agreed, None"
-    assert 'differ in program: "sources 0" on process 0, "sources 1" on' in sources
-    assert second == [*first[:-5], missing.removeprefix("process 1: "), *first[-4:]]
+    assert dumped == "agreed, {}"
+    for name, value in {
+        "LIBTPU_INIT_ARGS": "--xla_tpu=0",
+        "XLA_FLAGS": "--xla_flag=0",
+        "jax_enable_x64": "True",
+        "program": "sources .*",
+        "versions": "jax .*, jaxlib 0.0, cpu",
+    }.items():
+        assert re.search(f'{name}: "{value}" on process 0, "', programs)
+    assert second == [*first[:-6], missing.removeprefix("process 1: "), *first[-5:]]
 
 
 HOLDS = """

@@ -12,9 +12,13 @@
 # down. The log is ~/annulus/run.log. See docs/many_hosts.md.
 set -euo pipefail
 : "${TPU:?name of the TPU VM}" "${ZONE:?its zone}"
-config=${1:?a file in configs/}
-shift
-flags=$(printf ' %q' "--config=$config" "$@")
+: "${1:?a file in configs/}"
+[[ $1 == --* ]] || set -- "--config=$1" "${@:2}"
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+# A shell for each printf: this one's is the bash in tmux, the last line's that of ssh.
+run="until .venv/bin/python train.py$(printf ' %q' "$@") \
+  >>run.log 2>&1 || ! grep -qw \$? <<<'70 134'; do :; done"
 
 on_all_workers() {
   gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command="$1"
@@ -22,6 +26,9 @@ on_all_workers() {
 
 source=$(mktemp -d)/annulus.tar.gz
 git ls-files -z --cached --others --exclude-standard |
+  while IFS= read -r -d '' file; do
+    if [[ -e $file || -L $file ]]; then printf '%s\0' "$file"; fi  # git knows deleted ones
+  done |
   tar --null --files-from=- -czf "$source"
 gcloud compute tpus tpu-vm scp --worker=all --zone="$ZONE" "$source" "$TPU:"
 # The images have Ubuntu 22.04 with Python 3.10; uv brings 3.12 to ~/.local/bin.
@@ -31,6 +38,4 @@ on_all_workers "mkdir -p annulus && tar -xzf annulus.tar.gz -C annulus && cd ann
     uv python install 3.12; }; } &&
   tools/make_venv.sh .venv requirements.txt requirements-tpu.txt"
 # tmux outlives the connection.
-on_all_workers "cd annulus && tmux new-session -d -s annulus \
-  'until .venv/bin/python train.py$flags >>run.log 2>&1 ||
-    ! grep -qw \$? <<<\"70 134\"; do :; done'"
+on_all_workers "cd annulus && tmux new-session -d -s annulus bash -c $(printf %q "$run")"

@@ -227,7 +227,8 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
         text = f"{name}={short(value)}"
         if name in table.ONE_VALUE and name not in family.older:
             only, remedy = table.ONE_VALUE[name]
-            if not _is_same(value, only):
+            is_empty = only is None and value == {}
+            if not is_empty and not _is_same(value, only):
                 found.append(f"{text} (only {only!r}: {remedy})")
         elif name in family.fields:
             if not table.MADE_FROM[name].is_right(family.value(name, fields)):

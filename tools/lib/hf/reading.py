@@ -82,12 +82,18 @@ def _is_embedding(files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> 
     for start in range(0, rows, ROWS):
         index = slice(start, min(start + ROWS, rows)), slice(None)
         head, table = (files.read(weight.name, index) for weight in (HEAD, EMBEDDING))
-        if not np.array_equal(head, table):
+        if not _are_equal(head, table) and not _are_equal(table, head):
             raise ValueError(
                 f"{HEAD.name} is not {EMBEDDING.name}, but config.json says "
                 "tie_word_embeddings=True: set that to false to read both"
             )
     return True
+
+
+def _are_equal(exact: np.ndarray, rounded: np.ndarray) -> bool:
+    """Returns whether numbers are equal to others, as rounded to the type of those."""
+    with np.errstate(over="ignore"):  # beyond float16: inf, which equals no finite one
+        return np.array_equal(exact.astype(rounded.dtype, copy=False), rounded)
 
 
 def _place(files: TensorFiles, weight: Weight, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -111,7 +111,8 @@ class TensorFiles:
             if part.get_dtype() not in DTYPES:
                 raise ValueError(
                     f"{name} in {path} has type {part.get_dtype()}, not one of "
-                    f"{', '.join(sorted(DTYPES))}: quantised models cannot be read"
+                    f"{', '.join(sorted(DTYPES))}: save the model in one of them "
+                    "(where it is quantised, without that)"
                 )
             self._slices[name] = part
 
