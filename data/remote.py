@@ -21,6 +21,8 @@ BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
 FETCHED_BYTES, _KEPT = 1 << 22, 64
 """Of a range that is fetched at once, and kept: 256 MiB in a process, at most."""
 
+State = tuple[Any, ...]
+
 
 def is_bucket(path: str | Path) -> bool:
     """Returns whether a path is in a bucket."""
@@ -92,33 +94,70 @@ def upload(directory: Path, path: Path) -> None:
             target.fs.put_file(str(file), target.path)
 
 
+def state(path: Path) -> State:
+    """Returns what tells a file from another in its place.
+
+    On a disk its inode, time and size; in a bucket its ETag (S3's) or generation.
+    """
+    if is_bucket(path):
+        path.fs.invalidate_cache(path.path)
+        facts = path.fs.info(path.path)
+        return tuple(facts.get(name) for name in ("size", "ETag", "generation"))
+    return _on_disk(path)
+
+
+def _on_disk(file: Path | int) -> State:
+    facts = os.stat(file)
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
+
+
+def _check(path: Path, now: State, before: State) -> None:
+    if now != before:
+        raise OSError(
+            f"{path} was changed or replaced while it was used: what was read of it "
+            "no longer goes together; copy it again, and start again"
+        )
+
+
 class RangeReader:
     """Reads ranges of a file, of which threads may share the reader.
 
     A file on a disk stays open as long as the reader lives.
     """
 
-    def __init__(self, path: Path):
-        """Raises OSError where the file cannot be opened."""
+    def __init__(self, path: Path, before: State | None = None):
+        """Raises OSError where the file cannot be opened.
+
+        before: the file's state that it has to have; None: that it has now.
+        """
         self._path, self._file = path, None
         if not is_bucket(path):
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
+        self._state = before or state(path)
 
     def into(self, wanted: np.ndarray, begin: int) -> int:
         """Reads from a byte on into uint8 (n,); returns how many were read, maybe less.
 
         Raises:
-          OSError: they cannot be read.
+          OSError: they cannot be read, or the file has changed.
         """
         if self._file is not None:
-            return os.preadv(self._file, [wanted], begin)
-        found = _fetch(self._path, begin, begin + min(wanted.size, FETCHED_BYTES))
+            count = os.preadv(self._file, [wanted], begin)
+            # After the read: what was read before is then the file's own too.
+            _check(self._path, _on_disk(self._file), self._state)
+            return count
+        end = begin + min(wanted.size, FETCHED_BYTES)
+        found = _fetch(self._path, self._state, begin, end)
         wanted[: len(found)] = np.frombuffer(found, np.uint8)
         return len(found)
 
 
 @functools.lru_cache(_KEPT)
-def _fetch(path: Any, begin: int, end: int) -> bytes:
+def _fetch(path: Any, before: State, begin: int, end: int) -> bytes:
+    """Fetches a range of an object that is in this state."""
     with naming_lost(path):
-        return path.fs.cat_file(path.path, start=begin, end=end)
+        found = path.fs.cat_file(path.path, start=begin, end=end)
+        now = state(path)
+    _check(path, now, before)
+    return found
