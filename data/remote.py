@@ -9,6 +9,7 @@ import functools
 import importlib
 import io
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
 """Packages that buckets need and that are not installed everywhere."""
 FETCHED_BYTES, _KEPT = 1 << 22, 64
 """Of a range that is fetched at once, and kept: 256 MiB in a process, at most."""
+WAITS = (1.0, 4.0)
+"""Seconds before each next try of what a bucket's client tries once."""
 
 State = tuple[Any, ...]
 
@@ -65,8 +68,6 @@ def naming_lost(path: Path) -> Iterator[None]:
     """Makes what a bucket's client raises an OSError that names the path."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except Exception as error:  # each library has its own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise OSError(
@@ -157,7 +158,16 @@ class RangeReader:
 def _fetch(path: Any, before: State, begin: int, end: int) -> bytes:
     """Fetches a range of an object that is in this state."""
     with naming_lost(path):
-        found = path.fs.cat_file(path.path, start=begin, end=end)
+        for seconds in (*WAITS, None):
+            try:
+                found = path.fs.cat_file(path.path, start=begin, end=end)
+                if len(found) <= end - begin:
+                    break
+                raise ValueError(f"of {end - begin} bytes it sends {len(found)}")
+            except (FileNotFoundError, ValueError):
+                if seconds is None:
+                    raise
+                time.sleep(seconds)
         now = state(path)
     _check(path, now, before)
     return found

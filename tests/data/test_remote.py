@@ -140,3 +140,25 @@ def test_an_object_that_is_replaced_is_not_read_as_the_other(store, long_rows):
         corpus.tokens[-5:]
     with pytest.raises(OSError, match=changed):
         TokenFile.open(long_rows[0], "train").tokens[7:12]
+
+
+@pytest.mark.parametrize(
+    "odd, says",
+    [
+        ("missing", r"\(.*(not exist|Not Found).*\)"),
+        ("whole", r"\(of \d+ bytes it sends"),
+    ],
+)
+def test_odd_answers_are_tried_again_and_named(
+    store, long_rows, odd, says, monkeypatch
+):
+    waited = []
+    monkeypatch.setattr(remote.time, "sleep", waited.append)
+    there, here = (TokenFile.open(where, "train") for where in long_rows)
+    store.odd = [odd] * 2
+    np.testing.assert_array_equal(there.tokens[:99], here.tokens[:99])
+    assert waited == [*remote.WAITS]
+    store.odd = [odd] * 3
+    with pytest.raises(OSError, match=f"^s3://bucket/long/train.tokens.bin .*{says}"):
+        there.tokens[TOKENS : TOKENS + 99]
+    assert waited == 2 * [*remote.WAITS] and not store.odd
