@@ -35,12 +35,14 @@ def is_bucket(path: str | Path) -> bool:
 def place(path: str | Path) -> Path:
     """Returns a path on a disk, or in a bucket (`gs://…`, `s3://…`), which acts alike.
 
+    A "~" at its beginning is the home directory, as no shell replaces it in --x=~/y.
+
     Raises:
       NotImplementedError: it is in a bucket of another kind.
       ImportError: the packages are missing that read the bucket.
     """
     if not is_bucket(path):
-        return Path(path)
+        return Path(os.path.expanduser(path))
     kind = str(path).partition("://")[0]
     if kind not in BUCKETS:
         known = " or ".join(f"{name}://" for name in BUCKETS)

@@ -98,6 +98,14 @@ def test_a_part_of_a_cluster_is_refused(arguments, message):
         hosts.connect(*arguments)
 
 
+@pytest.mark.parametrize("address", ["localhost:1", "nowhere"])
+def test_an_address_alone_is_refused_by_the_name_of_its_variable(address, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    wanted = f"JAX_COORDINATOR_ADDRESS={address} is set, .*config.hosts.coordinator"
+    with pytest.raises(ValueError, match=f"^hosts: {wanted}, count and index"):
+        hosts.connect("", 0, -1)
+
+
 def test_a_port_that_another_program_has_is_refused():
     """Of two first processes each would hear from some processes of the other."""
     with socket.create_server(("", 0)) as other:
