@@ -97,29 +97,17 @@ def upload(directory: Path, path: Path) -> None:
             target.fs.put_file(str(file), target.path)
 
 
-def state(path: Path) -> State:
-    """Returns what tells a file from another in its place.
+def state(file: Any) -> State:
+    """Returns what tells a file, by its path or descriptor, from another in its place.
 
     On a disk its inode, time and size; in a bucket its ETag (S3's) or generation.
     """
-    if is_bucket(path):
-        path.fs.invalidate_cache(path.path)
-        facts = path.fs.info(path.path)
+    if is_bucket(file):
+        file.fs.invalidate_cache(file.path)
+        facts = file.fs.info(file.path)
         return tuple(facts.get(name) for name in ("size", "ETag", "generation"))
-    return _on_disk(path)
-
-
-def _on_disk(file: Path | int) -> State:
     facts = os.stat(file)
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
-
-
-def _check(path: Path, now: State, before: State) -> None:
-    if now != before:
-        raise OSError(
-            f"{path} was changed or replaced while it was used: what was read of it "
-            "no longer goes together; copy it again, and start again"
-        )
 
 
 class RangeReader:
@@ -147,18 +135,23 @@ class RangeReader:
         """
         if self._file is not None:
             count = os.preadv(self._file, [wanted], begin)
-            # After the read: what was read before is then the file's own too.
-            _check(self._path, _on_disk(self._file), self._state)
-            return count
-        end = begin + min(wanted.size, FETCHED_BYTES)
-        found = _fetch(self._path, self._state, begin, end)
-        wanted[: len(found)] = np.frombuffer(found, np.uint8)
-        return len(found)
+            now = state(self._file)
+        else:
+            end = begin + min(wanted.size, FETCHED_BYTES)
+            found, now = _fetch(self._path, self._state, begin, end)
+            wanted[: len(found)] = np.frombuffer(found, np.uint8)
+            count = len(found)
+        if now != self._state:  # and nobody knows which of the two was read
+            raise OSError(
+                f"{self._path} was changed or replaced while it was used: copy it "
+                "again, and start again"
+            )
+        return count
 
 
 @functools.lru_cache(_KEPT)
-def _fetch(path: Any, before: State, begin: int, end: int) -> bytes:
-    """Fetches a range of an object that is in this state."""
+def _fetch(path: Any, before: State, begin: int, end: int) -> tuple[bytes, State]:
+    """Fetches a range of an object that was in a state; and the state after that."""
     with naming_lost(path):
         for seconds in (*WAITS, None):
             try:
@@ -170,6 +163,4 @@ def _fetch(path: Any, before: State, begin: int, end: int) -> bytes:
                 if seconds is None:
                     raise
                 time.sleep(seconds)
-        now = state(path)
-    _check(path, now, before)
-    return found
+        return found, state(path)

@@ -267,7 +267,7 @@ def test_blanks_beside_a_token_that_does_not_take_them_stay():
 
 
 def test_blanks_before_a_token_that_takes_them_are_looked_at_once(monkeypatch):
-    """And all are taken, also between two such tokens. 4 times as many cost no 16 times."""
+    """And all are taken. Four times as many do not cost 16 times as much."""
     strips = {"<end>": (True, True), "<cut>": (True, False)}
     monkeypatch.setattr(BYTES, "strips", strips, raising=False)
     monkeypatch.setattr(BYTES, "special", {"<end>": 256, "<cut>": 255}, raising=False)
