@@ -7,7 +7,9 @@ import socket
 import time
 from collections.abc import Sequence
 
+import jax
 import pytest
+from jax._src.distributed import State
 
 from tests.cases import table
 from tests.processes import Processes, free_port
@@ -101,6 +103,8 @@ def test_a_part_of_a_cluster_is_refused(arguments, message):
 @pytest.mark.parametrize("address", ["localhost:1", "nowhere"])
 def test_an_address_alone_is_refused_by_the_name_of_its_variable(address, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    # Without the check that no other test has computed.
+    monkeypatch.setattr(jax.distributed, "initialize", State().initialize)
     wanted = f"JAX_COORDINATOR_ADDRESS={address} is set, .*config.hosts.coordinator"
     with pytest.raises(ValueError, match=f"^hosts: {wanted}, count and index"):
         hosts.connect("", 0, -1)
