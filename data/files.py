@@ -44,18 +44,26 @@ def new_directory(path: Path) -> Iterator[Path]:
                 lock.enter_context(_locked(partial))
                 # Others find it under this name alone.
                 partial = partial.rename(partial.with_suffix(".partial"))
-            yield partial
+            with naming_failed(path):
+                yield partial
             if is_bucket(path):
                 upload(partial, path)
             else:
                 refuse_existing(path)
                 partial.rename(path)
-        except OSError as error:
-            if error.errno and error.filename is None:
-                error.filename = str(path)  # a full disk names none
-            raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def naming_failed(path: Path) -> Iterator[None]:
+    """Names a path in the error of a write to it: a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager

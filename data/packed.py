@@ -20,7 +20,7 @@ import numpy as np
 
 from data.files import describe_file, new_directory
 from data.json_text import read_json_object, short
-from data.remote import RangeReader, open_binary, place, reach
+from data.remote import RangeReader, State, open_binary, place, reach, state
 
 FILES = "files"
 """Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
@@ -29,6 +29,8 @@ COMPARED_BYTES = 1 << 28
 UNREAD = "blocks.sha256"
 """Key of older indexes: the digest of a file beside them with digests by block."""
 _BYTES_AT_A_TIME, _GAP_BYTES = 1 << 22, 1 << 16
+_identified: dict[Path, State] = {}
+"""Files that `identify` has looked at, as they were then: they are read as these."""
 
 
 class StoredArray:
@@ -49,7 +51,7 @@ class StoredArray:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._offset = offset
         self._row_bytes = self.dtype.itemsize * prod(shape[1:])
-        self._reader = RangeReader(path)
+        self._reader = RangeReader(path, _identified.get(path))
 
     @property
     def size(self) -> int:
@@ -199,6 +201,8 @@ class PackedFormat:
     def identify(self, directory: Path, *, compare: bool = False) -> tuple[str, str]:
         """Returns the digest of a directory, and a note of what was not compared.
 
+        From then on arrays are read of the files that are there now, and of no others.
+
         compare: files of any size with their digests, not only small ones.
 
         Raises:
@@ -223,6 +227,7 @@ class PackedFormat:
             ]
         for path, size, _ in files:
             self._check_size(path, size, str(size))
+            _identified[path] = state(path)
         whole = sum(size for _, size, _ in files)
         if whole > COMPARED_BYTES and not compare:
             return found, (

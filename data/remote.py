@@ -9,6 +9,7 @@ import functools
 import importlib
 import io
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
 """Packages that buckets need and that are not installed everywhere."""
 FETCHED_BYTES, _KEPT = 1 << 22, 64
 """Of a range that is fetched at once, and kept: 256 MiB in a process, at most."""
+WAITS = (1.0, 4.0)
+"""Seconds before each next try of what a bucket's client tries once."""
+
+State = tuple[Any, ...]
 
 
 def is_bucket(path: str | Path) -> bool:
@@ -30,12 +35,14 @@ def is_bucket(path: str | Path) -> bool:
 def place(path: str | Path) -> Path:
     """Returns a path on a disk, or in a bucket (`gs://…`, `s3://…`), which acts alike.
 
+    A "~" at its beginning is the home directory, as no shell replaces it in --x=~/y.
+
     Raises:
       NotImplementedError: it is in a bucket of another kind.
       ImportError: the packages are missing that read the bucket.
     """
     if not is_bucket(path):
-        return Path(path)
+        return Path(os.path.expanduser(path))
     kind = str(path).partition("://")[0]
     if kind not in BUCKETS:
         known = " or ".join(f"{name}://" for name in BUCKETS)
@@ -63,8 +70,6 @@ def naming_lost(path: Path) -> Iterator[None]:
     """Makes what a bucket's client raises an OSError that names the path."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except Exception as error:  # each library has its own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise OSError(
@@ -92,33 +97,70 @@ def upload(directory: Path, path: Path) -> None:
             target.fs.put_file(str(file), target.path)
 
 
+def state(file: Any) -> State:
+    """Returns what tells a file, by its path or descriptor, from another in its place.
+
+    On a disk its inode, time and size; in a bucket its ETag (S3's) or generation.
+    """
+    if is_bucket(file):
+        file.fs.invalidate_cache(file.path)
+        facts = file.fs.info(file.path)
+        return tuple(facts.get(name) for name in ("size", "ETag", "generation"))
+    facts = os.stat(file)
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
+
+
 class RangeReader:
     """Reads ranges of a file, of which threads may share the reader.
 
     A file on a disk stays open as long as the reader lives.
     """
 
-    def __init__(self, path: Path):
-        """Raises OSError where the file cannot be opened."""
+    def __init__(self, path: Path, before: State | None = None):
+        """Raises OSError where the file cannot be opened.
+
+        before: the file's state that it has to have; None: that it has now.
+        """
         self._path, self._file = path, None
         if not is_bucket(path):
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
+        self._state = before or state(path)
 
     def into(self, wanted: np.ndarray, begin: int) -> int:
         """Reads from a byte on into uint8 (n,); returns how many were read, maybe less.
 
         Raises:
-          OSError: they cannot be read.
+          OSError: they cannot be read, or the file has changed.
         """
         if self._file is not None:
-            return os.preadv(self._file, [wanted], begin)
-        found = _fetch(self._path, begin, begin + min(wanted.size, FETCHED_BYTES))
-        wanted[: len(found)] = np.frombuffer(found, np.uint8)
-        return len(found)
+            count = os.preadv(self._file, [wanted], begin)
+            now = state(self._file)
+        else:
+            end = begin + min(wanted.size, FETCHED_BYTES)
+            found, now = _fetch(self._path, self._state, begin, end)
+            wanted[: len(found)] = np.frombuffer(found, np.uint8)
+            count = len(found)
+        if now != self._state:  # and nobody knows which of the two was read
+            raise OSError(
+                f"{self._path} was changed or replaced while it was used: copy it "
+                "again, and start again"
+            )
+        return count
 
 
 @functools.lru_cache(_KEPT)
-def _fetch(path: Any, begin: int, end: int) -> bytes:
+def _fetch(path: Any, before: State, begin: int, end: int) -> tuple[bytes, State]:
+    """Fetches a range of an object that was in a state; and the state after that."""
     with naming_lost(path):
-        return path.fs.cat_file(path.path, start=begin, end=end)
+        for seconds in (*WAITS, None):
+            try:
+                found = path.fs.cat_file(path.path, start=begin, end=end)
+                if len(found) <= end - begin:
+                    break
+                raise ValueError(f"of {end - begin} bytes it sends {len(found)}")
+            except (FileNotFoundError, ValueError):
+                if seconds is None:
+                    raise
+                time.sleep(seconds)
+        return found, state(path)

@@ -20,11 +20,13 @@ class Store:
 
     fails_every: one request of how many is refused, or its answer is cut; 0: none.
     sent: bytes of objects that were asked for with a range, by name.
+    odd: what the next such requests get: "missing", or the "whole" object.
     """
 
     def __init__(self) -> None:
         self.fails_every, self._requests, self.failed = 0, 0, 0
         self.sent: Counter[str] = Counter()
+        self.odd: list[str] = []
         self._moto = DomainDispatcherApplication(create_backend_app)
         options = {"threaded": True, "request_handler": Quiet}
         self._server = make_server("127.0.0.1", 0, self._answer, **options)
@@ -42,6 +44,11 @@ class Store:
         if fails and self.failed % 2:
             start("503 Slow Down", [("Content-Length", "0")])
             return []
+        if self.odd and environ.get("HTTP_RANGE"):
+            if self.odd.pop(0) == "missing":
+                start("404 Not Found", [("Content-Length", "0")])
+                return []
+            del environ["HTTP_RANGE"]
         content = b"".join(self._moto(environ, start))
         content = content[: len(content) // 2] if fails else content
         if environ.get("HTTP_RANGE"):

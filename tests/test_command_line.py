@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
+from data.remote import place
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
 from tests.cases import pairs, table
 from tests.processes import ROOT, run_program
+from tools import convert_hf, pack_exorl, prepare_text
 
 
 @pytest.mark.thorough
@@ -138,6 +141,22 @@ def test_numbers_of_arguments_are_checked(kind, wrong):
 def test_a_bad_config_is_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(arguments)
+
+
+def test_paths_of_arguments_may_begin_with_the_home_directory(monkeypatch, tmp_path):
+    """Which no shell puts into --cache=~/x: it was made in a folder called "~"."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    convert = convert_hf._arguments(["export", "~/run", "~/hf", "--like", "~/like"])
+    assert convert.workdir == str(tmp_path / "run")
+    found = [convert.directory, convert.like]
+    found.append(convert_hf._arguments(["import", "hf", "~/run"]).workdir)
+    needed = ["--domain=walker", "--algorithm=rnd", "--task=run"]
+    packed = pack_exorl._arguments(["--root=~/data", "--cache=~/cache", *needed])
+    found += [packed.root, packed.cache]
+    found.append(prepare_text._arguments(["x", "--output=~/corpus"]).output)
+    names = "hf", "like", "run", "data", "cache", "corpus"
+    assert found == [tmp_path / name for name in names]
+    assert place("~no-such-user/x") == Path("~no-such-user/x")
 
 
 @pytest.mark.parametrize(("source", "message"), pairs("runs.txt", "no-config"))

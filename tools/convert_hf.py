@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -299,7 +300,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("workdir", type=place, help="directory to write, a new one")
     add("--weights", type=Path, help="workdir that an adapter of PEFT's belongs to")
     add = ways.add_parser("export", help="to Hugging Face's layout").add_argument
-    add("workdir", help="of a run, or of imported weights")
+    add("workdir", type=os.path.expanduser, help="of a run, or of imported weights")
     add("directory", type=place, help="directory to write, a new one")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     add(

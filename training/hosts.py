@@ -3,6 +3,7 @@
 Each of them runs the same program on the same command line.
 """
 
+import os
 import re
 import socket
 
@@ -62,6 +63,12 @@ def connect(
         try:
             join("of the cluster", **options)
         except ValueError as error:
+            if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+                raise ValueError(
+                    f"hosts: JAX_COORDINATOR_ADDRESS={address} is set, and no cluster "
+                    f"says the rest ({error}): unset it, or give "
+                    "config.hosts.coordinator, count and index"
+                ) from error
             if NOT_DETECTED not in str(error):
                 raise
         return

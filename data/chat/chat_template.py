@@ -294,7 +294,8 @@ def _patterns(tokenizer: Tokenizer) -> tuple[re.Pattern, re.Pattern]:
 
     def with_blanks(name: str) -> str:
         left, right = tokenizer.strips.get(name, (False, False))
-        return r"\s*" * left + re.escape(name) + r"\s*" * right
+        # Only from their first one on: else each of many is a start of its own.
+        return r"(?:(?<!\s)\s++)?" * left + re.escape(name) + r"\s*" * right
 
     never = "(?!)"
     found = "|".join(map(re.escape, names)) or never

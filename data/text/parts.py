@@ -2,19 +2,24 @@
 
 A part is two files in a folder beside the corpus, named after all that decides on it:
 `….arrays` has the documents, a batch after the other, and `….part`, which appears last,
-what was counted and the marks that decide what is held out. Parts that a killed
-preparation has finished are taken as they are.
+a line of JSON with what was counted, and the marks that decide what is held out; before
+them stands their digest, and among them that of the arrays. Parts that a killed
+preparation has finished are taken as they are, and made again where they are damaged.
 """
 
 import contextlib
 import fcntl
+import hashlib
+import io
+import json
 import os
 import pickle
 import shutil
 import socket
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from data.files import beside, describe_file, refuse_existing
+from data.files import beside, describe_file, naming_failed, refuse_existing
 from data.packed import digest
 from data.text import units
 from data.text.holdout import mark
@@ -35,7 +40,7 @@ from data.text.units import Unit
 # Encoded together: enough for every core, and little enough to hold in memory.
 CHARACTERS_AT_A_TIME = 1 << 20
 ROWS_AT_A_TIME = 1 << 10
-PART_VERSION = 2
+PART_VERSION = 3
 SPLIT_CODES = {None: -1, "train": 0, "validation": 1}
 """Splits of documents in a part; -1: the mark decides."""
 
@@ -73,6 +78,7 @@ class Counts:
     weighted: rows whose tokens may have weights other than 0 and 1.
     markup: documents with markup that is learned as text.
     unwritten: conversations of which the chat template leaves out a part.
+    remade: finished parts that were damaged, and are made again.
     """
 
     good: int = 0
@@ -85,6 +91,7 @@ class Counts:
     weighted: int = 0
     markup: Skipped = field(default_factory=Skipped)
     unwritten: Skipped = field(default_factory=Skipped)
+    remade: Skipped = field(default_factory=Skipped)
 
     def add(self, other: "Counts") -> None:
         """Adds what was counted behind it."""
@@ -114,7 +121,7 @@ class Encoded(NamedTuple):
 class Part:
     """What was made of a unit.
 
-    arrays, bytes: the file of its documents, and its size.
+    arrays, stored: the file of its documents, and its size and SHA-256.
     marks, characters: uint64 and int64 (n,), of the rows that could be read and whose
       split no file says, for `Holdout`; lists as long as it is made.
     tokens: of all documents. errors: the first bad rows.
@@ -122,7 +129,7 @@ class Part:
     """
 
     arrays: Path
-    bytes: int = 0
+    stored: dict[str, Any] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     marks: Any = field(default_factory=list)
     characters: Any = field(default_factory=list)
@@ -142,14 +149,53 @@ class Part:
 
 
 def open_part(path: Path) -> Part:
-    """Opens a finished part."""
-    return pickle.loads(path.read_bytes())
+    """Opens a finished part.
+
+    Raises:
+      OSError, ValueError: it cannot be read, or is damaged.
+    """
+    sha256, _, content = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(content).hexdigest().encode() != sha256:
+        raise ValueError(f"{path} is not what was written, by its digest")
+    file = io.BytesIO(content)
+    figures = json.loads(file.readline())
+    counts = {
+        name: Skipped(**value) if isinstance(value, dict) else value
+        for name, value in figures.pop("counts").items()
+    }
+    errors = [BadRow(**row) for row in figures.pop("errors")]
+    return Part(
+        arrays=path.with_suffix(".arrays"),
+        counts=Counts(**counts),
+        marks=np.load(file),
+        characters=np.load(file),
+        errors=errors,
+        **figures,
+    )
 
 
-def _is_finished(path: Path) -> bool:
-    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+def _packed(part: Part) -> bytes:
+    """Returns what `open_part` reads."""
+    figures = {
+        "stored": part.stored,
+        "counts": asdict(part.counts),
+        "tokens": part.tokens,
+        "errors": [asdict(row) for row in part.errors],
+        "sources": part.sources,
+    }
+    file = io.BytesIO()
+    file.write(json.dumps(figures).encode() + b"\n")
+    np.save(file, np.array(part.marks, np.uint64))
+    np.save(file, np.array(part.characters, np.int64))
+    content = file.getvalue()
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def _is_whole(path: Path) -> bool:
+    """Returns whether a finished part is what was written."""
+    with contextlib.suppress(OSError, ValueError):
         part = open_part(path)
-        return part.arrays.stat().st_size == part.bytes
+        return describe_file(part.arrays) == part.stored
     return False
 
 
@@ -199,24 +245,25 @@ class PartMaker:
           OSError, ValueError: a file is damaged or changes, or a row stops it.
         """
         path = self.path(unit)
-        if _is_finished(path):
-            return path
         made = Part(path.with_suffix(".arrays"))
+        if path.exists():
+            if _is_whole(path):
+                return path
+            made.counts.remade.add(BadRow(str(path), "damaged part of a preparation"))
         new = path.with_suffix(f".{uuid.uuid4().hex}.new")
         try:
-            with new.open("wb") as file:
+            with naming_failed(made.arrays), new.open("wb") as file:
                 for some in _batches(self.rows.read(unit.files)):
                     documents = self._documents(some, made)
                     if documents:
                         made.tokens += _save(file, documents)
-                made.bytes = file.tell()
             begun = [f.path for f in unit.files if not (f.span and f.span.begin)]
             made.sources = [{"path": str(f)} | describe_file(f) for f in begun]
             unit.check_unchanged()
+            made.stored = describe_file(new)
             new.rename(made.arrays)
-            made.marks = np.array(made.marks, np.uint64)
-            made.characters = np.array(made.characters, np.int64)
-            new.write_bytes(pickle.dumps(made))
+            with naming_failed(path):
+                new.write_bytes(_packed(made))
             new.rename(path)
         finally:
             new.unlink(missing_ok=True)
@@ -279,8 +326,11 @@ def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int
         np.array(trees),
         np.concatenate([*parts, one[:0]]),
     )
+    # Of a file of its own, NumPy does not say why it cannot be written.
+    content = io.BytesIO()
     for array in encoded:
-        np.save(file, array)
+        np.save(content, array)
+    file.write(content.getbuffer())
     return tokens.size
 
 
@@ -292,17 +342,18 @@ def parts_beside(directory: Path) -> Iterator[Path]:
 
     Raises:
       FileExistsError: `directory` exists and is not empty.
+      ValueError: the folder is there, and others own it or may write in it.
     """
     refuse_existing(directory)
     name = f".{directory.name}.{socket.gethostname()}.parts"
     folder = beside(directory).with_name(name)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_private(folder)
     lock = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         refuse_existing(directory)
-        folder.mkdir(exist_ok=True)  # another process may have removed it
+        _make_private(folder)  # another process may have removed it
         for left in folder.glob("*.new"):
             left.unlink()
         try:
@@ -315,3 +366,19 @@ def parts_beside(directory: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
     finally:
         os.close(lock)
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder that nobody else may write in, or checks one that is there."""
+    try:
+        folder.mkdir(0o700, parents=True)
+    except FileExistsError:
+        facts = folder.lstat()
+        is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+        if not is_own or facts.st_mode & 0o022:
+            raise ValueError(
+                f"{folder} must be a folder of this user in which no other may write, "
+                f"got owner {facts.st_uid} and mode {stat.filemode(facts.st_mode)}: "
+                "parts of a preparation that others left there would be trained on; "
+                "remove it or choose another output"
+            ) from None

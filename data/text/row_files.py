@@ -38,8 +38,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 # Letters of a library's error that are said.
 MOST_SAID = 300
-# Rows of a table that are Python's at a time, and bytes of a column read at a time.
-ROWS_AT_A_TIME = 64
+# Of a column, read at a time.
 BUFFER_BYTES = 1 << 20
 
 
@@ -267,7 +266,7 @@ def _table(
 def _parquet(
     path: Path, columns: Collection[str], groups: range | None
 ) -> Iterator[Any]:
-    """Yields batches of few rows."""
+    """Yields batches of one row: a dictionary's value may be long, and be in many."""
     from pyarrow.parquet import ParquetFile
 
     # Without a buffer a whole column of a row group would be in memory.
@@ -278,11 +277,11 @@ def _parquet(
         existing = _existing(path, file.schema_arrow.names, columns)
         # Without threads: one may still read when another has found damage.
         read = {"row_groups": groups, "columns": existing, "use_threads": False}
-        yield from file.iter_batches(ROWS_AT_A_TIME, **read)
+        yield from file.iter_batches(1, **read)
 
 
 def _arrow(path: Path, columns: Collection[str], groups: range | None) -> Iterator[Any]:
-    """Yields batches of few rows."""
+    """Yields batches of one row, as `_parquet`."""
     from pyarrow import ipc
 
     with open_bytes(path) as file:
@@ -297,8 +296,8 @@ def _arrow(path: Path, columns: Collection[str], groups: range | None) -> Iterat
         for batch in batches:
             wanted = batch.select(existing)
             wanted.validate(full=True)  # reading damaged lengths ends the process
-            for begin in range(0, len(batch), ROWS_AT_A_TIME):
-                yield wanted.slice(begin, ROWS_AT_A_TIME)
+            for row in range(len(batch)):
+                yield wanted.slice(row, 1)
 
 
 def _existing(path: Path, names: list[str], columns: Collection[str]) -> list[str]:

@@ -5,6 +5,7 @@ The fixture is written by tests/fixtures/make_chat_templates.py.
 
 import hashlib
 import json
+import timeit
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from data.chat import chat_template
 from data.chat.chat_template import (
     FORMATS,
     MARKS,
@@ -262,6 +264,22 @@ def test_blanks_beside_a_token_that_does_not_take_them_stay():
     source = "{% for m in messages %}{{ m.content }} {{ eos_token }}  {% endfor %}"
     (document,) = ChatTemplate("x", source, BYTES).documents(talk(None, ("a", "b")))
     assert document.tokens.tolist() == [*b"a ", 256, *b"  b ", 256, *b"  "]
+
+
+def test_blanks_before_a_token_that_takes_them_are_looked_at_once(monkeypatch):
+    """And all are taken. Four times as many do not cost 16 times as much."""
+    strips = {"<end>": (True, True), "<cut>": (True, False)}
+    monkeypatch.setattr(BYTES, "strips", strips, raising=False)
+    monkeypatch.setattr(BYTES, "special", {"<end>": 256, "<cut>": 255}, raising=False)
+    _, special = chat_template._patterns(BYTES)
+    expected = ["", "\n <end>  ", "", "<cut>", " a", "  <cut>", " b"]
+    assert special.split("\n <end>  <cut> a  <cut> b") == expected
+
+    def seconds(count):
+        blanks = " " * count + "x"
+        return min(timeit.repeat(lambda: special.split(blanks), number=1))
+
+    assert seconds(16_000) < 8 * seconds(4000)
 
 
 def test_no_token_lies_over_the_border_of_a_prompt(qwen):

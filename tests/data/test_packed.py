@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import socket
 
 import numpy as np
@@ -66,19 +67,59 @@ def test_any_places_are_read(tmp_path, monkeypatch, rng, size, shape):
         np.testing.assert_array_equal(stored.take(places), values[places])
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
-    """And no SIGBUS, which would end the process here."""
-    (tmp_path / "file").write_bytes(bytes([7]) * 60_000)
-    stored = StoredArray(tmp_path / "file", np.dtype(np.uint16), (30_000,))
-    os.truncate(tmp_path / "file", 4096)
+@pytest.mark.parametrize("change", ["shorter", "other", "later", "moved"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, change):
+    """And no SIGBUS, which would end the process here. A new file is another one."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes([7]) * 60_000)
+    stored = StoredArray(path, np.dtype(np.uint16), (30_000,))
+    number, nanoseconds = stored._reader._file, path.stat().st_mtime_ns
     assert stored.take(np.array([2047])).tolist() == [0x0707]
-    with pytest.raises(OSError, match="file ends at byte 59998 and .*cut short while"):
-        stored.take(np.array([29_999]))
-    number = stored._reader._file
-    assert os.fstat(number).st_size == 4096
+    if change == "shorter":
+        os.truncate(path, 59_998)
+    elif change == "moved":
+        (tmp_path / "new").write_bytes(bytes([8]) * 60_000)
+        (tmp_path / "new").rename(path)
+    else:
+        overwrite(path, 4094, np.array([8], "u1"))
+    os.utime(path, ns=(0, nanoseconds + (change in ("other", "later"))))
+    if change == "moved":
+        assert stored.take(np.array([2047])).tolist() == [0x0707]
+    else:
+        with pytest.raises(OSError, match=f"^{path} was changed or replaced while"):
+            stored.take(np.array([2047]))
     del stored
     with pytest.raises(OSError):  # it is closed when nobody has it
         os.fstat(number)
+    with pytest.raises(OSError, match="file ends at byte 60000 and .*cut short while"):
+        StoredArray(path, np.dtype(np.uint16), (31_000,))[30_000:31_000]
+
+
+@pytest.mark.parametrize(
+    "name", ["train.tokens.bin", "train.documents.bin", "steps.npy"]
+)
+def test_files_that_were_not_identified_are_not_read(tmp_path, monkeypatch, name):
+    """What a run's record names are the files whose digests it compared."""
+    open_file, identify_file = open_train, identify
+    if name == "steps.npy":
+        write_episodes(tmp_path / "data", some_episodes([7, 7]))
+        open_file, identify_file = TrajectoryFile.open, identify_steps
+    else:
+        write(tmp_path / "data")
+
+    def read():
+        found = open_file(tmp_path / "data")
+        return found.steps[:] if name == "steps.npy" else found.tokens[:]
+
+    expected, path = read(), tmp_path / "data" / name
+    identify_file(tmp_path / "data")
+    np.testing.assert_array_equal(read(), expected)
+    shutil.copy2(path, tmp_path / "copy")  # with its time
+    (tmp_path / "copy").rename(path)
+    with pytest.raises(OSError, match=f"^{path} was changed or replaced while"):
+        read()
+    identify_file(tmp_path / "data")
+    np.testing.assert_array_equal(read(), expected)
 
 
 def test_nothing_is_there_before_it_is_whole(tmp_path):

@@ -1,20 +1,24 @@
 """Corpora made of parts: the same bytes for any units, by any number of processes."""
 
 import os
+import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from data.chat.chat_template import open_template
 from data.chat.corpus import ChatEncoder, prepare_chats
-from data.text import corpus, units
+from data.text import corpus, parts, units
 from data.text.corpus import prepare
+from data.text.token_file import TokenFileWriter
 from data.text.tokenizer import ByteTokenizer, open_tokenizer
 from tests import tables
 from tests.data.test_chat import rows as chats
@@ -145,12 +149,15 @@ def test_finished_parts_are_taken_and_others_are_not(inputs, tmp_path, monkeypat
         prepare(inputs, output, ByteTokenizer(), workers=1)
     (left,) = {*tmp_path.iterdir()} - {*folder}
     assert left.name.startswith(".new.") and len([*left.glob("*.part")]) == 5
+    assert left.stat().st_mode & 0o777 == 0o700
     # One is cut short, and one was not finished.
     names = sorted(left.glob("*.arrays"))
     os.truncate(names[0], 10)
     (left / "unfinished.1.new").write_text("x")
     taken = sum(encoded)
-    prepare(inputs, output, ByteTokenizer(), workers=1)
+    found = prepare(inputs, output, ByteTokenizer(), workers=1)
+    part = names[0].with_suffix(".part")
+    assert f"made again: 1, damaged part of a preparation; first {part}" in str(found)
     assert content(output) == content(tmp_path / "one")
     assert taken < sum(encoded) < taken + expected.rows
     assert {*tmp_path.iterdir()} - {*folder} == {output}
@@ -158,6 +165,93 @@ def test_finished_parts_are_taken_and_others_are_not(inputs, tmp_path, monkeypat
     with pytest.raises(ValueError, match="no field 'n2'"):
         prepare(inputs[:1], tmp_path / "x", ByteTokenizer(), text_field="n2", workers=1)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def left(inputs, tmp_path, monkeypatch):
+    """The folder of all parts of a corpus, whose preparation then was killed."""
+    prepare(inputs, tmp_path / "one", ByteTokenizer())
+    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(TokenFileWriter, "__enter__", mock.Mock(side_effect=stop))
+        killed.setattr(parts.shutil, "rmtree", lambda folder: None)
+        prepare(inputs, tmp_path / "new", ByteTokenizer(), workers=1)
+    (folder,) = tmp_path.glob(".new.*.parts")
+    return folder
+
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+
+class Planted:
+    """What a pickle runs that holds it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("ending", ["arrays", "part"])
+def test_a_flipped_bit_makes_its_part_again(inputs, tmp_path, left, ending, rng):
+    """Wherever it is: in the digest, the figures, the marks, a header or an array."""
+    damaged = sorted(left.glob(f"*.{ending}"))
+    assert len(damaged) > 8
+    for path in damaged:
+        flipped = bytearray(path.read_bytes())
+        flipped[rng.integers(len(flipped))] ^= 1 << rng.integers(8)
+        path.write_bytes(flipped)
+    found = prepare(inputs, tmp_path / "new", ByteTokenizer(), workers=1)
+    assert content(tmp_path / "new") == content(tmp_path / "one")
+    assert found.remade.total() == len(damaged)
+
+
+def test_a_planted_pickle_never_runs(inputs, tmp_path, left):
+    for path in left.iterdir():
+        path.write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+    prepare(inputs, tmp_path / "new", ByteTokenizer(), workers=1)
+    assert content(tmp_path / "new") == content(tmp_path / "one")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0])
+def test_a_folder_that_others_own_or_may_write_is_refused(
+    inputs, tmp_path, left, monkeypatch, mode
+):
+    """mode 0: it is another user's."""
+    left.chmod(mode or 0o700)
+    if not mode:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    wanted = "must be a folder of this user in which no other may write"
+    with pytest.raises(ValueError, match=f"^{re.escape(str(left))} {wanted}, got .*"):
+        prepare(inputs, tmp_path / "new", ByteTokenizer(), workers=1)
+    assert left.exists() and not (tmp_path / "new").exists()
+    # Nor is a link followed.
+    monkeypatch.undo()
+    left.chmod(0o700)
+    moved = left.rename(tmp_path / "elsewhere")
+    left.symlink_to(moved)
+    with pytest.raises(ValueError, match=f"{wanted}, got owner .* mode l"):
+        prepare(inputs, tmp_path / "new", ByteTokenizer(), workers=1)
+    left.unlink()
+    left.touch(0o600)
+    with pytest.raises(ValueError, match=f"{wanted}, got owner .* mode -rw----"):
+        prepare(inputs, tmp_path / "new", ByteTokenizer(), workers=1)
+
+
+def test_a_part_that_cannot_be_written_is_named(tmp_path):
+    """As on a full disk, with the cause."""
+    (tmp_path / "in.txt").write_text("x" * (1 << 20))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    match = rf"\] File too large: '{tmp_path}/\.new\..*\.parts/.*\.arrays'"
+    try:
+        with pytest.raises(OSError, match=match):
+            prepare([tmp_path / "in.txt"], tmp_path / "new", ByteTokenizer(), workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 KILLED = """

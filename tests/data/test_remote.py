@@ -121,3 +121,44 @@ def test_a_store_that_goes_away_is_named(store, long_rows, monkeypatch):
         corpus.tokens[TOKENS : TOKENS + 5]
     with pytest.raises(OSError, match=f"^s3://bucket/other {lost}"):
         TokenFile.open("s3://bucket/other", "train")
+
+
+def test_an_object_that_is_replaced_is_not_read_as_the_other(store, long_rows):
+    """Neither between its ranges, nor after its digest was compared."""
+    import s3fs
+
+    path = place(long_rows[0]) / "train.tokens.bin"
+    assert path in [*path.parent.iterdir()]  # which the client keeps
+    corpus = TokenFile.open(long_rows[0], "train")
+    first = corpus.tokens[:5]
+    token_file.identify(place(long_rows[0]))
+    other = s3fs.S3FileSystem(skip_instance_cache=True)
+    other.pipe_file(path.path, other.cat_file(path.path)[::-1])
+    np.testing.assert_array_equal(corpus.tokens[:5], first)  # of what is kept
+    changed = f"^{path} was changed or replaced while it was used"
+    with pytest.raises(OSError, match=changed):
+        corpus.tokens[-5:]
+    with pytest.raises(OSError, match=changed):
+        TokenFile.open(long_rows[0], "train").tokens[7:12]
+
+
+@pytest.mark.parametrize(
+    "odd, says",
+    [
+        ("missing", r"\(.*(not exist|Not Found).*\)"),
+        ("whole", r"\(of \d+ bytes it sends"),
+    ],
+)
+def test_odd_answers_are_tried_again_and_named(
+    store, long_rows, odd, says, monkeypatch
+):
+    waited = []
+    monkeypatch.setattr(remote.time, "sleep", waited.append)
+    there, here = (TokenFile.open(where, "train") for where in long_rows)
+    store.odd = [odd] * 2
+    np.testing.assert_array_equal(there.tokens[:99], here.tokens[:99])
+    assert waited == [*remote.WAITS]
+    store.odd = [odd] * 3
+    with pytest.raises(OSError, match=f"^s3://bucket/long/train.tokens.bin .*{says}"):
+        there.tokens[TOKENS : TOKENS + 99]
+    assert waited == 2 * [*remote.WAITS] and not store.odd

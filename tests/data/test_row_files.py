@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow import ipc, parquet
 
 from data import json_text
 from data.json_text import parse_json, read_json_object
@@ -111,6 +112,38 @@ def test_of_a_group_of_rows_few_are_held_at_a_time(tmp_path):
     content = tables.as_arrow(random_texts(3000), batch=1 << 20)
     source = tables.compress(tmp_path / "rows.arrow", content)
     assert peak_of_reading(source) < 1.1 * len(content)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.feather"])
+def test_a_long_value_of_many_rows_is_held_once(tmp_path, name):
+    """A file of few bytes has 64 rows of 1 MiB, all of one entry of a dictionary."""
+    values = pa.array(["x" * (1 << 20)] * 64).dictionary_encode()
+    texts, source = pa.table({"text": values}), tmp_path / name
+    if name == "rows.parquet":
+        parquet.write_table(texts, source, compression="zstd")
+    else:
+        kind = ipc.new_file if name == "rows.feather" else ipc.new_stream
+        with kind(source, texts.schema) as writer:
+            writer.write_table(texts)
+    assert peak_of_reading(source) < 9 << 20
+
+
+def test_names_that_stand_twice_are_found_in_one_pass():
+    """The first of them is named, in a large object too."""
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    names = [Name(number) for number in range(2000)]
+    pairs = [(name, 0) for name in (*names, Name("1999"), Name("1998"))]
+    with pytest.raises(ValueError, match=r"^'1998' stands twice in an object$"):
+        json_text._object(pairs)
+    assert len(compared) < 9 * len(names)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import socket
 import time
 from collections.abc import Sequence
 
+import jax
 import pytest
+from jax._src.distributed import State
 
 from tests.cases import table
 from tests.processes import Processes, free_port
@@ -100,6 +102,16 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(tmp_path):
 def test_a_part_of_a_cluster_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         hosts.connect(*arguments)
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "nowhere"])
+def test_an_address_alone_is_refused_by_the_name_of_its_variable(address, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    # Without the check that no other test has computed.
+    monkeypatch.setattr(jax.distributed, "initialize", State().initialize)
+    wanted = f"JAX_COORDINATOR_ADDRESS={address} is set, .*config.hosts.coordinator"
+    with pytest.raises(ValueError, match=f"^hosts: {wanted}, count and index"):
+        hosts.connect("", 0, -1)
 
 
 def test_a_port_that_another_program_has_is_refused():
