@@ -88,10 +88,10 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = _LAZY[name]
-    module = importlib.import_module(place, __name__)
+    home = _LAZY[name]
+    module = importlib.import_module(home, __name__)
     # All of its names, or the submodule `ring_attention` stands for the function.
-    globals().update({n: getattr(module, n) for n in _LAZY if _LAZY[n] == place})
+    globals().update({n: getattr(module, n) for n in _LAZY if _LAZY[n] == home})
     return globals()[name]
 
 

@@ -57,9 +57,10 @@ def shard_batch(
     ids = _checked_int32("segment_ids", np.asarray(checked_ids(segment_ids)))
     begins = np.ones(ids.shape, bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    places = np.arange(ids.shape[1], dtype=np.int32)
+    index = np.arange(ids.shape[1], dtype=np.int32)
     if positions is None:
-        positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        first = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
+        positions = index - first
     positions = _checked_int32("positions", positions)
     if tokens.ndim != 2 or not tokens.shape == ids.shape == positions.shape:
         raise ValueError(
@@ -75,9 +76,11 @@ def shard_batch(
     rows = tokens, np.roll(tokens, -1, axis=1), weights, positions
     whole = NamedSharding(mesh, PartitionSpec(axes.batch))
     sharded = NamedSharding(mesh, PartitionSpec(axes.batch, axes.tokens))
-    in_order = [np.asarray(permute(x, layout, ring_size)) for x in rows]
-    placed = [_placed(x, sharded) for x in in_order]
-    return Batch._make([*placed, _placed(ids, whole)])
+    arrays = []
+    for natural in rows:
+        in_order = np.asarray(permute(natural, layout, ring_size))
+        arrays.append(_sharded(in_order, sharded))
+    return Batch._make([*arrays, _sharded(ids, whole)])
 
 
 def _checked_int32(name: str, values: np.ndarray) -> np.ndarray:
@@ -93,5 +96,5 @@ def _checked_int32(name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _sharded(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])

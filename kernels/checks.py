@@ -20,7 +20,8 @@ from .precision import accumulator_type
 from .visible import Array, Visible
 
 TYPES = "float16", "bfloat16", "float32", "float64"
-LEAST, MOST = (float(x) for x in (np.finfo("f4").tiny, np.finfo("f4").max))
+LEAST = float(np.finfo("f4").tiny)
+MOST = float(np.finfo("f4").max)
 """Normal float32 numbers: kernels compute scores in it."""
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -58,6 +59,11 @@ def known(array: Array | int) -> np.ndarray | None:
         return None
     is_here = getattr(array, "is_fully_addressable", True)
     return np.asarray(array) if is_here else None
+
+
+def _known_or_traced(array: Array) -> Array:
+    values = known(array)
+    return array if values is None else values
 
 
 def whole_number(name: str, value: int, least: int) -> int:
@@ -103,7 +109,8 @@ def checked_length(name: str, length: int | Array) -> int | Array:
 
 def check_covered(index: Array, keys: int, ids: int | None = None) -> None:
     """Refuses negative indices, and fewer ids than tokens."""
-    tokens, values = max(keys, index.shape[1]), known(index)
+    tokens = max(keys, index.shape[1])
+    values = known(index)
     if values is not None and values.size:
         whole_number("the first query index", int(values.min()), 0)
         tokens = max(tokens, int(values.max()) + 1)
@@ -124,12 +131,12 @@ def checked_ids(ids: Array) -> Array:
     values = known(ids)
     if values is not None:
         values = np.atleast_2d(values)
-        rows, places = np.nonzero(values[:, 1:] < values[:, :-1])
-        if rows.size:
-            row, place = int(rows[0]), int(places[0])
+        falls = np.argwhere(values[:, 1:] < values[:, :-1])  # (row, token)
+        if len(falls):
+            row, token = falls[0].tolist()
             raise ValueError(
                 f"document ids must not decrease: row {row} has "
-                f"{values[row, place]} at {place} and {values[row, place + 1]} after "
+                f"{values[row, token]} at {token} and {values[row, token + 1]} after "
                 "it; number the documents of a row in the order in which they come"
             )
     return ids[None] if ids.ndim == 1 else ids
@@ -160,8 +167,8 @@ def check_operands(q: Shaped, k: Shaped, v: Shaped) -> None:
             "them to the one that the matrix products should use"
         )
     if q.dtype.name not in TYPES:
-        others, last = ", ".join(TYPES[:-1]), TYPES[-1]
-        raise ValueError(f"q, k and v must be {others} or {last}, got {q.dtype}")
+        types = f"{', '.join(TYPES[:-1])} or {TYPES[-1]}"
+        raise ValueError(f"q, k and v must be {types}, got {q.dtype}")
 
 
 def checked_scale(scale: float | None, head_size: int) -> float:
@@ -205,7 +212,8 @@ def checked_sinks(sinks: jax.Array | None, q: Shaped) -> jax.Array | None:
     """Returns the logits of the sinks, (H,), in the type of lse."""
     if sinks is None:
         return None
-    shape, dtype = np.shape(sinks), jnp.result_type(sinks)
+    shape = np.shape(sinks)
+    dtype = jnp.result_type(sinks)
     if shape != (q.shape[2],) or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"sinks must be floating-point logits ({q.shape[2]},), one for each of the "
@@ -256,10 +264,10 @@ def checked_bounds(
     index: of each query in the sequence, (T,), where they are not in order.
     """
     visible = check_visible(q, visible)
-    visible = Visible(*(clipped(bound, num_keys) for bound in visible))
+    visible = visible.map(lambda bound: clipped(bound, num_keys))
     if all(isinstance(bound, np.ndarray) for bound in visible):
         check_increasing(visible, index)
-    return Visible(*map(jnp.asarray, visible))
+    return visible.map(jnp.asarray)
 
 
 def clipped(bound: Array, num_keys: int) -> Array:
@@ -296,12 +304,10 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
       ValueError: shapes or types are not those of bounds, or known bounds decrease,
         share keys or end before they start: names the first place.
     """
-    _checked_pair(*visible)
-    values = (known(bound) for bound in visible)
-    pairs = zip(visible, values, strict=True)
-    bounds = Visible(*(x if value is None else value for x, value in pairs)).intervals()
+    bounds = _checked_pair(visible.k_start, visible.k_end).map(_known_or_traced)
+    bounds = bounds.intervals()
     if index is not None:
-        bounds = Visible(*(bound[..., np.argsort(index)] for bound in bounds))
+        bounds = bounds.map(lambda bound: bound[..., np.argsort(index)])
     # Masks never end before they start at the first token: these were swapped.
     ends_before = (bounds.k_end < bounds.k_start).all(axis=(0, 2))
     _refuse(

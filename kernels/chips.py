@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-GIB, GB = 2**30, 10**9
+GIB = 2**30
+GB = 10**9
 UNIT_FLOPS = 2 * 128**2
 """FLOPs of a unit of 128 x 128 in a cycle."""
 

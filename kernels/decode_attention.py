@@ -108,9 +108,9 @@ class CachedAttention:
             type.
         """
         _check_new(stack, new, layer)
-        _check_place("member", member, self.ring_size)
+        _check_within("member", member, self.ring_size)
         last = stack.shape[2] // self.ring_size - new.shape[1]
-        _check_place(f"the first slot of {new.shape[1]} tokens", slot, last + 1)
+        _check_within(f"the first slot of {new.shape[1]} tokens", slot, last + 1)
 
         def local(stack, new, layer, member, slot):
             start = layer, 0, slot, *(0,) * (stack.ndim - 3)
@@ -155,7 +155,7 @@ class CachedAttention:
                 "keys and values must be (Y, B, S, K, D) and index (B, S), got "
                 f"{keys.shape}, {values.shape} and {index.shape}"
             )
-        _check_place("layer", layer, keys.shape[0])
+        _check_within("layer", layer, keys.shape[0])
         scale = checks.checked_scale(self.scale, q.shape[-1])
         scores = Scores(scale, checks.checked_soft_cap(self.soft_cap))
         if (sinks := checks.checked_sinks(sinks, q)) is None:
@@ -189,7 +189,8 @@ class CachedAttention:
 
         tokens: axes that these are sharded over; None: they are replicated.
         """
-        batch, heads = self._axes.batch, (self._axes.heads, None)[: stack.ndim - 3]
+        batch = self._axes.batch
+        heads = (self._axes.heads, None)[: stack.ndim - 3]
         sharded = PartitionSpec(None, batch, self._axes.ring, *heads)
         return sharded, PartitionSpec(batch, tokens, *heads)
 
@@ -204,13 +205,13 @@ def _check_new(stack: jax.Array, new: jax.Array, layer: jax.Array) -> None:
             "K, D), with at least 1 token and all else as in the cache, got "
             f"{new.shape} in {new.dtype}"
         )
-    _check_place("layer", layer, stack.shape[0])
+    _check_within("layer", layer, stack.shape[0])
 
 
-def _check_place(name: str, place: jax.Array | int, stop: int) -> None:
-    if not jnp.issubdtype(jnp.result_type(place), jnp.integer):
-        raise ValueError(f"{name} must be an integer, got {jnp.result_type(place)}")
-    value = checks.known(place)
+def _check_within(name: str, number: jax.Array | int, stop: int) -> None:
+    if not jnp.issubdtype(jnp.result_type(number), jnp.integer):
+        raise ValueError(f"{name} must be an integer, got {jnp.result_type(number)}")
+    value = checks.known(number)
     if value is not None and not 0 <= value < stop:
         raise ValueError(
             f"{name} must be from 0 to {stop - 1} in this cache, got {value}"
@@ -233,9 +234,12 @@ def _of_live_slots(
 
     def of_first(slots: int) -> Partial:
         _, rows, _, heads, depth = stacks[0].shape
-        start, shape = (layer, 0, 0, 0, 0), (1, rows, slots, heads, depth)
-        k, v = (lax.dynamic_slice(x, start, shape)[0] for x in stacks)
-        k_start, k_end = (bound[..., None] for bound in bounds)  # (…, B, m, 1)
+        start = layer, 0, 0, 0, 0
+        shape = 1, rows, slots, heads, depth
+        k = lax.dynamic_slice(stacks[0], start, shape)[0]  # (B, slots, K, D)
+        v = lax.dynamic_slice(stacks[1], start, shape)[0]
+        k_start = bounds[0][..., None]  # (…, B, m, 1)
+        k_end = bounds[1][..., None]
         mask = in_interval(k_start, index[:, None, :slots], k_end)
         return masked(q, k, v, mask.any(axis=0), scores)  # (B, m, slots)
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from .checks import checked_axes
 from .delta_rule import after, gated_delta, normalised, short_convolution
 from .layouts import Layout, check_length
-from .placement import placed
+from .placement import resharded
 from .precision import product
 from .ring.runs import Runs
 
@@ -59,7 +59,8 @@ def make_delta_attention(
         positions: jax.Array,
         with_state: bool = False,
     ) -> Any:
-        tokens, reach = positions.shape[1], len(kernels[0]) - 1
+        reach = len(kernels[0]) - 1
+        tokens = positions.shape[1]
         runs = checked_runs(layout, ring, tokens, slices, reach, axes.tokens)
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads)
         kernel = PartitionSpec(None, axes.heads)
@@ -73,7 +74,7 @@ def make_delta_attention(
             check_vma=False,
         )
         operands = qkv, kernels, log_decay, beta, positions
-        return sharded(*placed(mesh, specs, operands))
+        return sharded(*resharded(mesh, specs, operands))
 
     return mix
 
@@ -118,12 +119,15 @@ def _of_shard(
     first = runs.length - (len(kernels[0]) - 1)  # of what the next run reads
     tails = [runs.moved(part[:, :, first:]) for part in x]
     q, k, v = convolved(x, tails, kernels, positions)
-    depth, values, is_alone = k.shape[-1], v.shape[-1], runs.devices == 1
+    depth = k.shape[-1]
+    values = v.shape[-1]
+    is_alone = runs.devices == 1
     # Of the state before a run, if it is not known, the identity stands for it.
     start = jnp.eye(depth, values + depth * (not is_alone), values)
     out, state = gated_delta(q, k, v, log_decay, beta, positions == 0, start)
     if not is_alone:
-        maps, starts = state, runs.states(state)
+        maps = state
+        starts = runs.states(maps)  # (B, slots, H, D, V), before each run
         known, read = jnp.split(out, [values], axis=-1)
         out = known + product("brthd,brhdv->brthv", read, starts)
         state = after(maps, starts)

@@ -41,8 +41,10 @@ def gated_delta(
     state: (…, H, D, W), or what becomes that, before the first token. Of columns beyond
       the first V the values are 0.
     """
-    tokens, depth, values = q.shape[-3], *state.shape[-2:]
-    size, lead = min(CHUNK, tokens), q.ndim - 3
+    depth, values = state.shape[-2:]
+    tokens = q.shape[-3]
+    size = min(CHUNK, tokens)
+    lead = q.ndim - 3  # axes before the tokens
     state = jnp.broadcast_to(state, (*q.shape[:lead], q.shape[-2], depth, values))
 
     def chunks(x: jax.Array) -> jax.Array:
@@ -94,9 +96,9 @@ def after(one: jax.Array, earlier: jax.Array) -> jax.Array:
     earlier: states (…, D, V), or a map (…, D, V + D).
     """
     depth, width = one.shape[-2:]
-    found = product("...de,...ew->...dw", one[..., width - depth :], earlier)
+    linear = product("...de,...ew->...dw", one[..., width - depth :], earlier)
     widths = [(0, 0)] * (one.ndim - 1) + [(0, earlier.shape[-1] - (width - depth))]
-    return found + jnp.pad(one[..., : width - depth], widths)
+    return linear + jnp.pad(one[..., : width - depth], widths)
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -114,7 +116,8 @@ def short_convolution(
     (W, H, D), of which the last multiplies a token itself. positions: int32 (…, T); a
     token sees no further back than its document's first, of position 0.
     """
-    width, tokens = len(kernel), x.shape[-3]
+    width = len(kernel)
+    tokens = x.shape[-3]
     whole = jnp.concatenate([before, x], axis=-3).astype(jnp.float32)
     out = jnp.zeros((), jnp.float32)
     for back in range(width):

@@ -75,8 +75,8 @@ class Striped:
 
     def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
         slot = _slots(shard, shard_length)
-        block, place = slot // self.granule, slot % self.granule
-        return (block * ring_size + shard) * self.granule + place
+        block = slot // self.granule
+        return (block * ring_size + shard) * self.granule + slot % self.granule
 
     def count(
         self, shard: Number, bound: Array, ring_size: int, shard_length: int
@@ -103,9 +103,9 @@ class Zigzag:
         self, shard: Number, bound: Array, ring_size: int, shard_length: int
     ) -> Array:
         chunk = shard_length // 2
-        front, back = shard, 2 * ring_size - 1 - shard
-        early = (bound - front * chunk).clip(0, chunk)
-        return early + (bound - back * chunk).clip(0, chunk)
+        late = 2 * ring_size - 1 - shard  # number of the second chunk
+        early = (bound - shard * chunk).clip(0, chunk)
+        return early + (bound - late * chunk).clip(0, chunk)
 
     def divisor(self, ring_size: int) -> int:
         return 2 * ring_size
@@ -240,5 +240,5 @@ def _take(x: Array, indices: np.ndarray, axis: int) -> Array:
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return jnp.take(x, indices, axis, unique_indices=True, mode="clip")
-    place = x.at[(*(slice(None),) * axis, indices)]
-    return place.get(unique_indices=True, mode="clip", out_sharding=sharding)
+    taken = x.at[(*(slice(None),) * axis, indices)]
+    return taken.get(unique_indices=True, mode="clip", out_sharding=sharding)

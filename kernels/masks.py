@@ -71,12 +71,11 @@ class Mask:
             xp = namespace(index)
 
             def at(values: Array) -> Array:
-                shape = *values.shape[:-2], max(len(index), values.shape[-2])
-                values, places = (
-                    xp.broadcast_to(xp.asarray(x), (*shape, x.shape[-1]))
-                    for x in (values, index)
-                )
-                return xp.take_along_axis(values, places, axis=-1)
+                rows = *values.shape[:-2], max(len(index), values.shape[-2])
+                values = xp.asarray(values)
+                values = xp.broadcast_to(values, (*rows, values.shape[-1]))
+                tokens = xp.broadcast_to(xp.asarray(index), (*rows, index.shape[-1]))
+                return xp.take_along_axis(values, tokens, axis=-1)
 
             return at(visible.k_start), xp.minimum(at(visible.k_end), keys)
 
@@ -102,7 +101,7 @@ class Mask:
         keys = min(keys, int(jnp.iinfo(index.dtype).max))
         bounds = self.bounds(index, keys)
         _, *bounds = namespace(index).broadcast_arrays(index, *bounds)
-        return Visible(*(bound.astype(index.dtype) for bound in bounds))
+        return Visible._make(bounds).map(lambda bound: bound.astype(index.dtype))
 
     def outline(self, index: np.ndarray, key_length: int) -> Visible:
         """Returns bounds, as a call does, that are known while a program is traced.
@@ -317,14 +316,14 @@ def segments(ids: Array) -> Mask:
     """
     ids = checked_ids(ids)
     xp = namespace(ids)
-    places = xp.arange(ids.shape[-1], dtype=xp.int32)
+    tokens = xp.arange(ids.shape[-1], dtype=xp.int32)
     edge = ids[:, 1:] != ids[:, :-1]
     yes = xp.ones_like(ids[:, :1], dtype=bool)
     decreases = ()
     if known(ids) is None:
         decreases = ((ids[:, 1:] < ids[:, :-1]).any(axis=1),)
-    starts = xp.where(xp.concatenate([yes, edge], axis=1), places, 0)
-    ends = xp.where(xp.concatenate([edge, yes], axis=1), places + 1, ids.shape[-1])
+    starts = xp.where(xp.concatenate([yes, edge], axis=1), tokens, 0)
+    ends = xp.where(xp.concatenate([edge, yes], axis=1), tokens + 1, ids.shape[-1])
     first = _running(xp.maximum, starts)  # (B, T), where the token's segment starts
     end = _running(xp.minimum, ends[:, ::-1])[:, ::-1]  # (B, T), where it ends
 

@@ -23,10 +23,12 @@ def merge(first: Partial, second: Partial) -> Partial:
 
     first, second: (out (B, T, H, D), lse (B, H, T)), both float32.
     """
-    (out1, lse1), (out2, lse2) = first, second
+    out1, lse1 = first
+    out2, lse2 = second
     # Two empty rows would differ by nan, in the gradient too: any finite number does.
     empty = jnp.maximum(lse1, lse2) == -jnp.inf
-    lse1, lse2 = (jnp.where(empty, 0, lse) for lse in (lse1, lse2))
+    lse1 = jnp.where(empty, 0, lse1)
+    lse2 = jnp.where(empty, 0, lse2)
     out = _weight(lse1 - lse2) * out1 + _weight(lse2 - lse1) * out2
     return out, jnp.where(empty, -jnp.inf, jnp.logaddexp(lse1, lse2))
 

@@ -19,10 +19,10 @@ def over_mesh(
     sharded = jax.shard_map(
         local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return lambda *operands: sharded(*placed(mesh, in_specs, operands))
+    return lambda *operands: sharded(*resharded(mesh, in_specs, operands))
 
 
-def placed(mesh: Mesh, specs: Any, operands: Any) -> Any:
+def resharded(mesh: Mesh, specs: Any, operands: Any) -> Any:
     """Returns operands sharded as `shard_map` wants them over explicit axes.
 
     specs: a `PartitionSpec` for each of the operands, or for each tree of them.
@@ -36,11 +36,11 @@ def placed(mesh: Mesh, specs: Any, operands: Any) -> Any:
         names = (names,) if isinstance(names, str) else names or ()
         return tuple(name for name in names if name in explicit) or None
 
-    def place(spec: PartitionSpec, tree: Any) -> Any:
+    def reshard(spec: PartitionSpec, tree: Any) -> Any:
         sharding = NamedSharding(mesh, PartitionSpec(*map(of_dimension, spec)))
         return jax.tree.map(lambda x: jax.reshard(x, sharding), tree)
 
-    return jax.tree.map(place, specs, operands)
+    return jax.tree.map(reshard, specs, operands)
 
 
 def varying_alike(*operands: jax.Array | None) -> list[Any]:

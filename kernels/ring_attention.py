@@ -83,7 +83,8 @@ def ring_attention(
     run = functools.partial(attend, ring)
     if ulysses_axis is not None:
         run = functools.partial(over_heads, run, ulysses_axis)
-    out, lse = run(q, k, v, sinks, *visible.intervals())
+    k_start, k_end = visible.intervals()
+    out, lse = run(q, k, v, sinks, k_start, k_end)
     return (out, lse) if with_lse else out
 
 
@@ -203,7 +204,7 @@ def make_ring_attention(
         route = route_of(outline)
         results = compiled(route)(q, k, v, visible, sinks)
         if check_masks:
-            in_order = Visible(*(unpermute(x, layout, ring_size, -1) for x in visible))
+            in_order = visible.map(lambda x: unpermute(x, layout, ring_size, -1))
             results = _poisoned(results, (*mask.decreases, *checks.are_wrong(in_order)))
         if not with_lse:
             return mask.fill_padding(results, queries)
@@ -251,15 +252,19 @@ def _over_mesh(
 ) -> Callable[..., Any]:
     """Maps `ring_attention` over the shards of global q, k, v, bounds and sinks."""
 
+    def on_shards(
+        q: jax.Array, k: jax.Array, v: jax.Array, visible: Visible, sinks: Any
+    ) -> Any:
+        return local(q, k, v, visible.k_start, visible.k_end, sinks=sinks)
+
     def run(q: jax.Array, k: Any, v: Any, visible: Visible, sinks: Any) -> Any:
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads, None)
         lse = PartitionSpec(axes.batch, axes.heads, axes.tokens)
         *intervals, rows, _ = visible.k_start.shape
         rows = None if rows == 1 else axes.batch
         bound = PartitionSpec(*(None for _ in intervals), rows, axes.tokens)
-        specs = *(array,) * 3, bound, bound, PartitionSpec(axes.heads)
+        specs = array, array, array, bound, PartitionSpec(axes.heads)
         results = (array, lse) if with_lse else array
-        call = over_mesh(lambda *x: local(*x[:5], sinks=x[5]), mesh, specs, results)
-        return call(q, k, v, *visible, sinks)
+        return over_mesh(on_shards, mesh, specs, results)(q, k, v, visible, sinks)
 
     return run

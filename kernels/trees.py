@@ -38,31 +38,32 @@ def tree(ids: Array, parents: Array, intervals: int | None = None) -> Mask:
     parents = np.atleast_2d(_known("parents", parents))
     _check(ids, parents)
     rows = max(len(ids), len(parents))
-    found = [
-        _chains(*(np.broadcast_to(x, (rows, x.shape[-1]))[row] for x in (ids, parents)))
-        for row in range(rows)
-    ]
-    most = max(1, *map(len, found))
+    ids = np.broadcast_to(ids, (rows, ids.shape[-1]))
+    parents = np.broadcast_to(parents, (rows, parents.shape[-1]))
+    chains = [_chains(ids[row], parents[row]) for row in range(rows)]
+    most = max(1, *map(len, chains))
     if intervals is not None:
         if whole_number("tree intervals", intervals, 1) < most:
             raise ValueError(f"tree {intervals=} must be at least {most} here")
         most = intervals
-    bounds = [_bounds(chains, most, ids.shape[1]) for chains in found]
-    return Mask.of_tokens(Visible(*np.stack(bounds, axis=2)))  # (m, B or 1, T) each
+    bounds = [_bounds(chains_of_row, most, ids.shape[1]) for chains_of_row in chains]
+    k_start, k_end = np.stack(bounds, axis=2)  # (m, B or 1, T) each
+    return Mask.of_tokens(Visible(k_start, k_end))
 
 
 def _known(name: str, values: Array) -> np.ndarray:
-    found = known(values)
-    if found is None:
+    known_values = known(values)
+    if known_values is None:
         raise ValueError(
             f"tree {name} must be known while tracing, as they decide the number of "
             "intervals: pass the bounds of the mask to the function, as Visible"
         )
-    return found
+    return known_values
 
 
 def _check(ids: np.ndarray, parents: np.ndarray) -> None:
-    shape, count = parents.shape, parents.shape[-1]
+    shape = parents.shape
+    count = shape[-1]
     is_whole = np.issubdtype(parents.dtype, np.integer)
     if not is_whole or len(shape) > 2 or len({1, len(ids), len(parents)}) > 2:
         raise ValueError(
@@ -90,9 +91,8 @@ def _chains(ids: np.ndarray, parents: np.ndarray) -> list[list[tuple[Run, Run]]]
     that ends nearest to it; the keys nearest to the queries choose first.
     """
     numbers = np.arange(len(parents))
-    begins, ends = (
-        np.searchsorted(ids, numbers, side).tolist() for side in ("left", "right")
-    )
+    begins = np.searchsorted(ids, numbers, "left").tolist()
+    ends = np.searchsorted(ids, numbers, "right").tolist()
     seen: list[list[Run]] = []  # by each segment, from the last run to the first
     chains: list[list[tuple[Run, Run]]] = []
     last: list[Run] = []  # bounds that a chain has come to
@@ -129,7 +129,8 @@ def _bounds(
     Where they show nothing, they are those of the next queries and of the last ones.
     """
     k_start = np.full((intervals, tokens), tokens, np.int32)
-    k_end, after = np.zeros_like(k_start), np.arange(1, tokens + 1)
+    k_end = np.zeros_like(k_start)
+    after = np.arange(1, tokens + 1)  # each query sees itself at most
     for n, chain in enumerate(chains):
         for queries, (begin, end) in chain:
             k_start[n, slice(*queries)] = begin

@@ -1,5 +1,6 @@
 """Bounds of visible keys: one interval a query, or a few that share no key."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,31 +25,39 @@ class Visible(NamedTuple):
         """Returns the bounds with their axis of intervals, (m, B or 1, T)."""
         if self.k_start.ndim == 3:
             return self
-        return Visible(*(bound[None] for bound in self))
+        return self.map(lambda bound: bound[None])
+
+    def map(self, function: Callable[[Array], Array]) -> "Visible":
+        """Applies a function to each of the bounds."""
+        return Visible(function(self.k_start), function(self.k_end))
 
     def __and__(self, other: "Visible") -> "Visible":
         """Intersects the intervals of the same queries, each with each."""
-        xp, pairs = namespace(*self, *other), (self, other)
+        xp = namespace(*self, *other)
+        start, end = self
         if self.k_start.ndim == other.k_start.ndim == 3:
-            pairs = Visible(*(bound[:, None] for bound in self)), other
-        starts, ends = zip(*pairs, strict=True)
-        found = xp.maximum(*starts), xp.minimum(*ends)
-        if found[0].ndim > 3:
-            found = (x.reshape(-1, *x.shape[2:]) for x in found)
-        return Visible(*found)
+            start = start[:, None]  # (m, 1, B or 1, T)
+            end = end[:, None]
+        k_start = xp.maximum(start, other.k_start)
+        k_end = xp.minimum(end, other.k_end)
+        if k_start.ndim > 3:  # (m, m', B or 1, T): one axis of intervals again
+            k_start = k_start.reshape(-1, *k_start.shape[2:])
+            k_end = k_end.reshape(-1, *k_end.shape[2:])
+        return Visible(k_start, k_end)
 
     def __or__(self, other: "Visible") -> "Visible":
         """Returns the keys of either, in intervals (m, B or 1, T) that share none."""
         xp = namespace(*self, *other)
         rows = max(bound.shape[-2] for bound in (*self, *other))
-        both = zip(self.intervals(), other.intervals(), strict=True)
-        wide = (
-            [xp.broadcast_to(x, (len(x), rows, x.shape[-1])) for x in bounds]
-            for bounds in both
-        )
-        k_start, k_end = Visible(*map(xp.concatenate, wide)).ordered()
-        k_start = [k_start[:1], xp.maximum(k_start[1:], k_end[:-1])]
-        return Visible(xp.concatenate(k_start), k_end)
+        bounds = []
+        for pair in zip(self.intervals(), other.intervals(), strict=True):
+            wide = [xp.broadcast_to(x, (len(x), rows, x.shape[-1])) for x in pair]
+            bounds.append(xp.concatenate(wide))  # (m + m', rows, T)
+        k_start, k_end = Visible._make(bounds).ordered()
+        # Cut where the interval before ends: no key may count twice.
+        first = k_start[:1]
+        others = xp.maximum(k_start[1:], k_end[:-1])
+        return Visible(xp.concatenate([first, others]), k_end)
 
     def __bool__(self) -> bool:
         """Refuses `and`, `or` and `not`, which would drop one of two masks."""
@@ -57,12 +66,13 @@ class Visible(NamedTuple):
     def ordered(self) -> "Visible":
         """Sorts starts and ends of intervals (m, B or 1, T), each by itself.
 
-        As many of the results hold a key as before. Bounds that do not decrease along
-        the sequence do not do so either when they are sorted.
+        Sorting keeps, for every key, the number of intervals that contain it. Bounds
+        that do not decrease along the sequence do not do so when they are sorted.
         """
         xp = namespace(*self)
-        bounds = self.k_start, xp.maximum(*self)
-        return Visible(*(xp.sort(bound, axis=0) for bound in bounds))
+        # An empty interval may end before it starts, and would be counted below 0.
+        ends = xp.maximum(self.k_start, self.k_end)
+        return Visible(self.k_start, ends).map(lambda bound: xp.sort(bound, axis=0))
 
     def share_keys(self) -> Array:
         """Returns whether intervals (m, B or 1, T) of a query share a key."""

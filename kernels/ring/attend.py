@@ -83,8 +83,12 @@ def _attend_backward(ring, residuals, cotangents):
     visible = Visible(k_start, k_end)
     gradients = BackwardPass.prepare(ring, rows, kv, visible).run()
     # Products with the scores were left without their factor until here.
-    scaled = ring.scale * gradients.dq, ring.scale * gradients.dk, gradients.dv
-    dq, dk, dv = (x[..., : q.shape[-1]].astype(q.dtype) for x in scaled)
+    dq = ring.scale * gradients.dq
+    dk = ring.scale * gradients.dk
+    depth = q.shape[-1]
+    dq = dq[..., :depth].astype(q.dtype)  # (B, L, H, D), without the lanes' padding
+    dk = dk[..., :depth].astype(q.dtype)  # (B, L, K, D)
+    dv = gradients.dv[..., :depth].astype(q.dtype)
     d_sinks = None
     if sinks is not None:
         # A key whose value is 0: dp = 0 in ds = p · (dp - delta).

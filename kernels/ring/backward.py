@@ -130,9 +130,12 @@ class BackwardPass:
             dq, dkv = lax.cond(self.count > 0, self._go_around, self._stay)
         kernels = of_groups(self.chunks, self.kernels)
         parts = [kernel.finish(x) for kernel, x in zip(kernels, dq, strict=True)]
-        gradients = Gradients(join(parts, axis=2), *self.chunks.join_gradients(dkv))
+        dq = join(parts, axis=2)
+        dk, dv = self.chunks.join_gradients(dkv)
+        gradients = Gradients(dq, dk, dv)
         if len(self.zeros) == 1:
             return gradients
+        # Joined groups would pass the kernels' own order on to what reads them.
         return Gradients._make(map(self.chunks.ring.heads_first, gradients))
 
     def take(self, step: RingStep, state: BackwardState) -> BackwardState:

@@ -87,18 +87,16 @@ class Chunks:
         k, v = self.kv
         pairs = {}
         for number, chunk in enumerate(self.schedule.chunks):
-            part = (slice(None), slice(*chunk.slots), slice(*chunk.heads))
+            begin, end = chunk.slots
+            first, stop = chunk.heads
+            part = slice(None), slice(begin, end), slice(first, stop)
             pairs[number] = k[part], v[part]
         return pairs
 
     @property
     def are_alike(self) -> bool:
         """Returns whether all chunks have as many slots."""
-        return len({end - begin for begin, end in self._slots}) == 1
-
-    @property
-    def _slots(self) -> list[tuple[int, int]]:
-        return [chunk.slots for chunk in self.schedule.chunks]
+        return len({len(range(*chunk.slots)) for chunk in self.schedule.chunks}) == 1
 
     def group(self, number: int) -> int:
         """Returns the number of a chunk's head group."""
@@ -256,19 +254,18 @@ class Chunks:
         Chunks that only visit other devices have slots that the device's own chunk has
         too: their gradients are added to its.
         """
-        own = []
-        visiting = []
-        for number, pair in dkv.items():
-            if self[number].heads == heads:
-                (visiting if self[number].first else own).append((number, pair))
-        dk = join([pair[0] for _, pair in own], axis=1)
-        dv = join([pair[1] for _, pair in own], axis=1)
-        for number, pair in visiting:
-            begin, end = self[number].slots
-            widths = (0, 0), (begin, self.length - end), (0, 0), (0, 0)
-            whole = [jnp.pad(x, widths) for x in pair]  # (B, L, K, D) each
-            dk = dk + whole[0]
-            dv = dv + whole[1]
+        of_group = {i: pair for i, pair in dkv.items() if self[i].heads == heads}
+        own = [pair for i, pair in of_group.items() if self[i].first == 0]
+        dk = join([dk for dk, _ in own], axis=1)  # (B, L, heads, D)
+        dv = join([dv for _, dv in own], axis=1)
+        for number, (visitor_dk, visitor_dv) in of_group.items():
+            if self[number].first:
+                begin, end = self[number].slots
+                widths = (0, 0), (begin, self.length - end), (0, 0), (0, 0)
+                visitor_dk = jnp.pad(visitor_dk, widths)
+                visitor_dv = jnp.pad(visitor_dv, widths)
+                dk = dk + visitor_dk
+                dv = dv + visitor_dv
         return dk, dv
 
 

@@ -114,11 +114,12 @@ class AllShards:
         Two chunks are of heads if these suffice, else of slots; cores share out whole
         heads. Chunks that cannot be cut go one way.
         """
-        around, back = range(ring_size), range(0, -ring_size, -1)
-        whole = Chunk((0, heads), (0, slots), around)
+        back = range(0, -ring_size, -1)
+        whole = Chunk((0, heads), (0, slots), range(ring_size))
         if not self.both_ways or ring_size == 1:
             return Schedule((whole,))
-        unit, tile = math.gcd(heads, self.cores), math.gcd(slots, TILE)
+        unit = math.gcd(heads, self.cores)
+        tile = math.gcd(slots, TILE)
         if heads > unit:
             first, second = halves_of(heads, unit)
             chunks = replace(whole, heads=first), Chunk(second, whole.slots, back)
@@ -159,10 +160,11 @@ class Neighbours:
     def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
         """Returns the chunks of shards (B, slots, heads, D)."""
         chunks = [Chunk((0, heads), (0, slots), range(1))]
-        for stops, span in (run for reads in self.reads for run in joined(reads)):
-            back = range(stops[-1] - ring_size, stops[0] - ring_size - 1, -1)
-            is_nearer = -back.start < stops.start
-            chunks.append(Chunk((0, heads), span, back if is_nearer else stops))
+        for reads in self.reads:
+            for stops, span in joined(reads):
+                back = range(stops[-1] - ring_size, stops[0] - ring_size - 1, -1)
+                is_nearer = -back.start < stops.start
+                chunks.append(Chunk((0, heads), span, back if is_nearer else stops))
         return Schedule(tuple(chunks))
 
 
@@ -230,23 +232,23 @@ def reads_of(visible: Visible, layout: Layout, ring_size: int) -> tuple[Read, ..
     length = visible.k_start.shape[-1] // ring_size
     if not length:
         return ()
-    shape = -1, ring_size, length
-    k_start, k_end = (np.reshape(bound, shape) for bound in visible)
+    k_start = np.reshape(visible.k_start, (-1, ring_size, length))
+    k_end = np.reshape(visible.k_end, (-1, ring_size, length))
     if k_start.size * ring_size > EVERY_ROW:
         # Of bounds that do not decrease, along either half of a shard (see `Zigzag`).
         tile = math.gcd(length, length // 2, TILE)
-        k_start, k_end = k_start[..., ::tile], k_end[..., tile - 1 :: tile]
-    found = []
+        k_start = k_start[..., ::tile]
+        k_end = k_end[..., tile - 1 :: tile]
+    reads = []
     for offset in range(1, ring_size):
         shard = (np.arange(ring_size) - offset)[:, None] % ring_size
-        begin, end = (
-            layout.count(shard, bound, ring_size, length) for bound in (k_start, k_end)
-        )
+        begin = layout.count(shard, k_start, ring_size, length)
+        end = layout.count(shard, k_end, ring_size, length)
         is_read = begin < end
         if is_read.any():
             span = int(begin[is_read].min()), int(end[is_read].max())
-            found.append(Read(offset, _in_tiles(span, length)))
-    return tuple(found)
+            reads.append(Read(offset, _in_tiles(span, length)))
+    return tuple(reads)
 
 
 def _reads_apart(
@@ -257,39 +259,47 @@ def _reads_apart(
     So the first tokens of a sequence go around alone, and not in a span up to those
     that a window shows.
     """
-    found: list[tuple[Span, Visible]] = []
-    for parts in zip(*visible, strict=True):
-        slots = [x.slots for x in reads_of(Visible(*parts), layout, ring_size)]
-        if slots:
-            span = min(x for x, _ in slots), max(x for _, x in slots)
-            found.append((span, Visible(*(x[None] for x in parts))))
+    intervals: list[tuple[Span, Visible]] = []
+    for k_start, k_end in zip(visible.k_start, visible.k_end, strict=True):
+        reads = reads_of(Visible(k_start, k_end), layout, ring_size)
+        if reads:
+            begin = min(read.slots[0] for read in reads)
+            end = max(read.slots[1] for read in reads)
+            intervals.append(((begin, end), Visible(k_start[None], k_end[None])))
+    intervals.sort(key=lambda interval: interval[0])
     apart: list[tuple[Span, Visible]] = []
-    for span, one in sorted(found, key=lambda x: x[0]):
+    for span, bounds in intervals:
         if apart and span[0] < apart[-1][0][1]:
-            (begin, end), others = apart.pop()
-            span = begin, max(end, span[1])
-            one = Visible(*map(np.concatenate, zip(others, one, strict=True)))
-        apart.append((span, one))
-    return tuple(reads_of(one, layout, ring_size) for _, one in apart)
+            before, others = apart.pop()
+            span = before[0], max(before[1], span[1])
+            bounds = Visible(
+                np.concatenate([others.k_start, bounds.k_start]),
+                np.concatenate([others.k_end, bounds.k_end]),
+            )
+        apart.append((span, bounds))
+    return tuple(reads_of(bounds, layout, ring_size) for _, bounds in apart)
 
 
 def joined(reads: Sequence[Read]) -> list[tuple[range, Span]]:
     """Joins reads of successive offsets: (offsets, span of slots) of each run."""
-    found: list[tuple[range, Span]] = []
+    runs: list[tuple[range, Span]] = []
     for offset, (begin, end) in reads:
-        if found and found[-1][0].stop == offset:
-            offsets, span = found.pop()
-            wider = min(span[0], begin), max(span[1], end)
-            found.append((range(offsets.start, offset + 1), wider))
-        else:
-            found.append((range(offset, offset + 1), (begin, end)))
-    return found
+        first = offset
+        if runs and runs[-1][0].stop == offset:
+            offsets, span = runs.pop()
+            first = offsets.start
+            begin = min(span[0], begin)
+            end = max(span[1], end)
+        runs.append((range(first, offset + 1), (begin, end)))
+    return runs
 
 
 def are_few(reads: Sequence[Sequence[Read]], ring_size: int, length: int) -> bool:
     """Returns whether devices read less than half of what the others have."""
-    runs = (run for one in reads for run in joined(one))
-    sent = sum(len(offsets) * (end - begin) for offsets, (begin, end) in runs)
+    sent = 0
+    for reads_of_interval in reads:
+        for offsets, (begin, end) in joined(reads_of_interval):
+            sent += len(offsets) * (end - begin)
     return 2 * sent <= (ring_size - 1) * length
 
 

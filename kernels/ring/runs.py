@@ -37,7 +37,7 @@ class Runs:
 
     axis_name: mesh axes whose devices hold the sequence, in order.
     length: tokens of a run. slots: runs of a device.
-    places: device and slot of each run, in the order of their tokens.
+    owners: device and slot of each run, in the order of their tokens.
 
     Arrays below are (B, slots, …).
     """
@@ -45,7 +45,7 @@ class Runs:
     axis_name: tuple[str, ...]
     length: int
     slots: int
-    places: tuple[tuple[int, int], ...]
+    owners: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(
@@ -61,19 +61,20 @@ class Runs:
         ends = np.flatnonzero((np.diff(index) != 1).any(axis=0)) + 1
         length = math.gcd(index.shape[1], *ends.tolist())
         starts = index[:, ::length]  # (devices, slots)
-        slots, in_order = starts.shape[1], np.argsort(starts, axis=None).tolist()
+        slots = starts.shape[1]
+        in_order = np.argsort(starts, axis=None).tolist()
         return cls(axes, length, slots, tuple(divmod(run, slots) for run in in_order))
 
     @property
     def devices(self) -> int:
-        return len(self.places) // self.slots
+        return len(self.owners) // self.slots
 
     @property
     def shifts(self) -> list[int]:
         """Returns the steps that maps move: by one, and then to double their runs."""
         if self.devices == 1:
             return []
-        return [1, *(1 << n for n in range((len(self.places) - 2).bit_length()))]
+        return [1, *(1 << n for n in range((len(self.owners) - 2).bit_length()))]
 
     def cut(self, x: jax.Array) -> jax.Array:
         """Cuts a device's tokens (B, L, …) into runs (B, slots, length, …)."""
@@ -94,9 +95,9 @@ class Runs:
         A transfer takes neighbouring slots alone: a slice over others would hand on the
         slots between them too, which are added to those of other runs.
         """
-        later = self.places[steps:]
+        later = self.owners[steps:]
         pairs = defaultdict(list)
-        for (a, source), (b, target) in zip(self.places, later, strict=False):
+        for (a, source), (b, target) in zip(self.owners, later, strict=False):
             pairs[target - source, source].append((a, b))
         moves: list[Move] = []
         for (shift, first), devices in sorted(pairs.items()):
@@ -118,21 +119,23 @@ class Runs:
         maps: (B, slots, H, D, V + D) float32, of S -> A S + B: B, and then A.
         """
         depth, width = maps.shape[-2:]
-        values, rank = width - depth, self._rank()
+        values = width - depth
+        rank = self._rank()
         before = jnp.eye(depth, width, values, maps.dtype)
         before = jnp.where(rank > 0, self.moved(maps), before)
         for steps in self.shifts[1:]:
-            more = after(before, self.moved(before, steps))
-            before = jnp.where(rank >= steps, more, before)
+            composed = after(before, self.moved(before, steps))
+            # A run with fewer than `steps` before it has the whole map already.
+            before = jnp.where(rank >= steps, composed, before)
         return before[..., :values]
 
     def last(self, states: jax.Array) -> jax.Array:
         """Returns the state after the last run of all, (B, H, D, V), of each one's."""
-        is_last = self._rank() == len(self.places) - 1
+        is_last = self._rank() == len(self.owners) - 1
         return lax.psum(jnp.where(is_last, states, 0).sum(axis=1), self.axis_name)
 
     def _rank(self) -> jax.Array:
-        """Returns the places of the device's runs among all: (slots, 1, 1, 1)."""
-        ranks = np.argsort([a * self.slots + b for a, b in self.places])
+        """Returns the numbers of the device's runs among all: (slots, 1, 1, 1)."""
+        ranks = np.argsort([a * self.slots + b for a, b in self.owners])
         ranks = jnp.array(ranks.reshape(-1, self.slots, 1, 1, 1))
         return ranks[lax.axis_index(self.axis_name)]

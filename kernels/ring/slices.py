@@ -18,7 +18,8 @@ from .torus import in_boxes, is_closed, ring_along
 
 AXES = ("data", "fsdp", "ring", "tensor")
 """The last is of neighbours: a mesh's `ulysses` and `tensor` are one axis here."""
-FSDP, RING = AXES.index("fsdp"), AXES.index("ring")
+FSDP = AXES.index("fsdp")
+RING = AXES.index("ring")
 
 Shape = tuple[int, int, int, int]
 """Devices along each of AXES."""
@@ -68,7 +69,8 @@ def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 def across_slices(shape: Shape, num_slices: int) -> Shape:
     """Returns the number of slices along each axis."""
-    across, left = [1] * len(AXES), num_slices
+    across = [1] * len(AXES)
+    left = num_slices
     for axis in range(RING + 1):
         across[axis] = math.gcd(shape[axis], left)
         left //= across[axis]

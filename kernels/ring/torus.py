@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-Place = tuple[int, ...]
+Coords = tuple[int, ...]
 WRAPS_FROM = dict.fromkeys(("TPU v4", "TPU v5", "TPU v5p", "TPU7x"), 4)
 WRAPS_FROM |= dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), 16)
 """Kinds of device whose axes of multiples of this many chips are closed: of a 3D torus
@@ -45,10 +45,10 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
     parts: into which the ring is cut, one after the other; if several, they are boxes
       where the longest side divides into them evenly.
     """
-    places = places_of(lines_along(devices, axis)[0])
-    if places is None:
+    coords = coords_of_all(lines_along(devices, axis)[0])
+    if coords is None:
         return devices
-    return np.take(devices, closed_walk(places, by_rows=parts > 1), axis=axis)
+    return np.take(devices, closed_walk(coords, by_rows=parts > 1), axis=axis)
 
 
 def is_closed(devices: np.ndarray, axis: int) -> bool:
@@ -56,8 +56,8 @@ def is_closed(devices: np.ndarray, axis: int) -> bool:
 
     So they do too where devices do not know their place. All lines are alike.
     """
-    places = places_of(lines_along(devices, axis)[0])
-    return places is None or len(places) == 1 or _is_closed(places)
+    coords = coords_of_all(lines_along(devices, axis)[0])
+    return coords is None or len(coords) == 1 or _is_closed(coords)
 
 
 def lines_along(devices: np.ndarray, axis: int) -> np.ndarray:
@@ -76,35 +76,37 @@ def pairs_along(devices: np.ndarray, axis: int) -> tuple[Groups, Groups] | None:
       of each pair. None where devices know no place, or pairs do not all lie alike.
     """
     lines = lines_along(devices, axis)
-    first, *others = (_pairs(places_of(line)) for line in lines)
+    first, *others = (_pairs(coords_of_all(line)) for line in lines)
     return first if all(other == first for other in others) else None
 
 
-def _pairs(places: Sequence[Place] | None) -> tuple[Groups, Groups] | None:
+def _pairs(coords: Sequence[Coords] | None) -> tuple[Groups, Groups] | None:
     """Groups one line as `pairs_along`."""
-    if not places or len(places) % 2 or len(set(places)) < len(places):
+    if not coords or len(coords) % 2 or len(set(coords)) < len(coords):
         return None
-    pairs = [(i, i + 1) for i in range(0, len(places), 2)]
-    ends = [sorted(pair, key=places.__getitem__) for pair in pairs]
-    ways = {tuple(np.subtract(places[b], places[a])) for a, b in ends}
+    pairs = [(i, i + 1) for i in range(0, len(coords), 2)]
+    ends = [sorted(pair, key=coords.__getitem__) for pair in pairs]
+    ways = {tuple(np.subtract(coords[b], coords[a])) for a, b in ends}
     if len(ways) > 1 or sum(*ways) != 1:
         return None
     return tuple(zip(*ends, strict=True)), tuple(pairs)
 
 
-def place(device: jax.Device) -> Place | None:
-    """Returns a TPU core's place: that of its chip, and which of its cores."""
-    coordinates = getattr(device, "coords", None)
-    if coordinates is None:
-        return None
-    return *coordinates, getattr(device, "core_on_chip", 0)
+def coords_of(device: jax.Device) -> Coords | None:
+    """Returns a TPU core's coordinates: of its chip, and which of its cores."""
+    chip = getattr(device, "coords", None)
+    return None if chip is None else (*chip, getattr(device, "core_on_chip", 0))
 
 
-def places_of(devices: Iterable[jax.Device]) -> list[Place] | None:
-    """Returns the places of all devices; None if one of them does not know its own."""
-    found = [place(device) for device in devices]
-    known = [one for one in found if one is not None]
-    return known if len(known) == len(found) else None
+def coords_of_all(devices: Iterable[jax.Device]) -> list[Coords] | None:
+    """Returns the coordinates of all devices; None if one does not know its own."""
+    coords = []
+    for device in devices:
+        chip = coords_of(device)
+        if chip is None:
+            return None
+        coords.append(chip)
+    return coords
 
 
 def in_boxes(
@@ -121,8 +123,8 @@ def in_boxes(
       The devices (*shape), or None where they do not fill a box, or no such box of
       them has an even side.
     """
-    places = places_of(devices)
-    numbers = None if places is None else _box(places)
+    coords = coords_of_all(devices)
+    numbers = None if coords is None else _box(coords)
     if numbers is None:
         return None
     every = _boxes(numbers.shape, tuple(shape), axis)
@@ -142,14 +144,14 @@ def in_boxes(
     return grid.transpose(order).reshape(shape)
 
 
-def _box(places: Sequence[Place]) -> np.ndarray | None:
-    """Returns the numbers of places by side; None where they do not fill a box."""
-    sides = [sorted(set(side)) for side in zip(*places, strict=True)]
+def _box(coords: Sequence[Coords]) -> np.ndarray | None:
+    """Returns the numbers of chips by side; None where they do not fill a box."""
+    sides = [sorted(set(side)) for side in zip(*coords, strict=True)]
     numbers = np.full([len(side) for side in sides], -1)
-    for number, place in enumerate(places):
-        at = tuple(side.index(x) for side, x in zip(sides, place, strict=True))
+    for number, chip in enumerate(coords):
+        at = tuple(side.index(x) for side, x in zip(sides, chip, strict=True))
         numbers[at] = number
-    return numbers if numbers.size == len(places) and numbers.min() >= 0 else None
+    return numbers if numbers.size == len(coords) and numbers.min() >= 0 else None
 
 
 def _boxes(
@@ -162,8 +164,7 @@ def _boxes(
     sides = []
     for length in lengths:
         common = [math.gcd(length, n) for n in shape]
-        factors = ([n for n in range(1, most + 1) if most % n == 0] for most in common)
-        ways = itertools.product(*factors)
+        ways = itertools.product(*map(_divisors, common))
         sides.append([cut for cut in ways if math.prod(cut) == length])
     for cuts in itertools.product(*sides):
         box = [cut[axis] for cut in cuts]
@@ -171,6 +172,10 @@ def _boxes(
         is_whole = tuple(map(math.prod, zip(*cuts, strict=True))) == shape
         if is_whole and (is_wide or shape[axis] == 2):
             yield cuts
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _extents(cuts: Sequence[Shape], axis: int) -> tuple[int, ...]:
@@ -183,29 +188,30 @@ def _extents(cuts: Sequence[Shape], axis: int) -> tuple[int, ...]:
     inside = [[cut[axis] for cut in cuts]]  # chips that a step goes past, by side
     links = []
     for i in reversed([i for i in range(ranks) if i != axis]):
-        steps, lengths = inside[-1], [cut[i] for cut in cuts]
+        steps = inside[-1]
+        lengths = [cut[i] for cut in cuts]
         links.append(sum((n - 1) * m for n, m in zip(lengths, steps, strict=True)))
         inside.append([n * m for n, m in zip(lengths, steps, strict=True)])
     return links[0], max(inside[0]), *links[1:]
 
 
-def closed_walk(places: Sequence[Place], *, by_rows: bool = False) -> list[int]:
-    """Numbers of the places in an order in which each is a neighbour of the last.
+def closed_walk(coords: Sequence[Coords], *, by_rows: bool = False) -> list[int]:
+    """Numbers of the chips in an order in which each is a neighbour of the last.
 
-    places: all of a box, in any order, else they are left as they are. The last is a
+    coords: all of a box, in any order, else they are left as they are. The last is a
       neighbour of the first too, if a side of the box is even and another longer than
       1. In one row, the way back takes the links that others do not, the other way.
     by_rows: whether it goes along the longest side once, row by row, and closes only
       around a torus.
     """
-    numbers = _box(places)
+    numbers = _box(coords)
     if numbers is None:
-        return list(range(len(places)))
+        return list(range(len(coords)))
     walk = _rows(numbers.shape) if by_rows else _walk(numbers.shape)
-    return [int(numbers[place]) for place in walk]
+    return [int(numbers[chip]) for chip in walk]
 
 
-def _walk(shape: Shape) -> list[Place]:
+def _walk(shape: Shape) -> list[Coords]:
     """Walks through a box and back, in pairs along one side where that can be."""
     for side in reversed(range(len(shape))):
         walk = _in_pairs(shape, side)
@@ -214,11 +220,11 @@ def _walk(shape: Shape) -> list[Place]:
     return _loop(shape)
 
 
-def _in_pairs(shape: Shape, side: int) -> list[Place] | None:
+def _in_pairs(shape: Shape, side: int) -> list[Coords] | None:
     """Walks through a box of half this side; each place there is two here."""
     if shape[side] % 2:
         return None
-    walk: list[Place] = []
+    walk: list[Coords] = []
     for *at, half in _loop((*shape[:side], *shape[side + 1 :], shape[side] // 2)):
         pair = [(*at[:side], 2 * half + i, *at[side:]) for i in range(2)]
         if walk and not _is_closed([walk[-1], pair[0]]):
@@ -227,42 +233,41 @@ def _in_pairs(shape: Shape, side: int) -> list[Place] | None:
     return walk
 
 
-def _is_closed(walk: Sequence[Place]) -> bool:
+def _is_closed(walk: Sequence[Coords]) -> bool:
     """Returns whether each place is beside the next, and the last beside the first."""
     return bool((np.abs(np.subtract(walk, np.roll(walk, 1, 0))).sum(1) == 1).all())
 
 
-def _loop(shape: tuple[int, ...]) -> list[Place]:
+def _loop(shape: tuple[int, ...]) -> list[Coords]:
     """Walks through a box and back: there in serpentines, back along one edge."""
-    even = next((i for i, side in enumerate(shape) if side % 2 == 0), None)
-    if even is None:
+    is_even = [side % 2 == 0 for side in shape]
+    if not any(is_even):
         return _serpentine(shape)  # no walk of an odd number of steps is closed
-    columns = _serpentine(shape[:even] + shape[even + 1 :])
-    edge, rest = columns[0], columns[1:]
-    there = [
-        (row, column)
-        for row in range(shape[even])
-        for column in (rest if row % 2 == 0 else reversed(rest))
-    ]
+    even = is_even.index(True)
+    edge, *others = _serpentine(shape[:even] + shape[even + 1 :])
     rows = range(shape[even])
-    back = [(row, edge) for row in (reversed(rows) if rest else rows)]
-    return [(*at[:even], row, *at[even:]) for row, at in there + back]
+    walk = []
+    for row in rows:
+        columns = others if row % 2 == 0 else reversed(others)
+        walk += [(row, column) for column in columns]
+    walk += [(row, edge) for row in (reversed(rows) if others else rows)]
+    return [(*at[:even], row, *at[even:]) for row, at in walk]
 
 
-def _rows(shape: tuple[int, ...]) -> list[Place]:
+def _rows(shape: tuple[int, ...]) -> list[Coords]:
     """Returns the snake order whose rows share their place on the longest side."""
     first = shape.index(max(shape))
     turned = _serpentine((shape[first], *shape[:first], *shape[first + 1 :]))
     return [(*at[1 : first + 1], at[0], *at[first + 1 :]) for at in turned]
 
 
-def _serpentine(shape: tuple[int, ...]) -> list[Place]:
+def _serpentine(shape: tuple[int, ...]) -> list[Coords]:
     """Lists every place of a box, each a neighbour of the one before."""
     if not shape:
         return [()]
     inner = _serpentine(shape[1:])
     return [
-        (i, *place)
+        (i, *chip)
         for i in range(shape[0])
-        for place in (inner if i % 2 == 0 else reversed(inner))
+        for chip in (inner if i % 2 == 0 else reversed(inner))
     ]

@@ -78,19 +78,19 @@ def over_heads(
     Returns:
       out (B, L / U, H, D), lse (B, H, L / U).
     """
-    devices, (heads, kv_heads) = lax.axis_size(axis_name), (q.shape[2], k.shape[2])
+    devices = lax.axis_size(axis_name)
+    heads = q.shape[2]
+    kv_heads = k.shape[2]
     way = share_heads(heads, kv_heads, devices)
     swap = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
     q = swap(_with_zeros(q, 2, kv_heads, way), split_axis=2, concat_axis=1)
-    k, v = (
-        swap(_with_copies(x, way), split_axis=2, concat_axis=1)  # (B, L, K' / U, D)
-        for x in (k, v)
-    )
+    k = swap(_with_copies(k, way), split_axis=2, concat_axis=1)  # (B, L, K' / U, D)
+    v = swap(_with_copies(v, way), split_axis=2, concat_axis=1)
     if sinks is not None:
-        mine = way.heads // devices
-        sinks = lax.dynamic_slice_in_dim(
-            _with_zeros(sinks, 0, kv_heads, way), lax.axis_index(axis_name) * mine, mine
-        )
+        own = way.heads // devices
+        begin = lax.axis_index(axis_name) * own
+        padded = _with_zeros(sinks, 0, kv_heads, way)
+        sinks = lax.dynamic_slice_in_dim(padded, begin, own)
     bounds = jnp.stack([k_start, k_end])  # one gather for both
     k_start, k_end = lax.all_gather(bounds, axis_name, axis=3, tiled=True)
     out, lse = attend(q, k, v, sinks, k_start, k_end)  # (B, L, H' / U, D)

@@ -230,7 +230,7 @@ def test_every_move_hands_each_run_to_the_one_some_steps_later():
     for layout, ring, slices, tokens in shapes_of_runs():
         runs = Runs.of(layout, ring, tokens, slices)
         rank = np.zeros((runs.devices, runs.slots), int)
-        for number, place in enumerate(runs.places):
+        for number, place in enumerate(runs.owners):
             rank[place] = number
         for steps in sorted({1, 2, *runs.shifts}):
             got = np.zeros_like(rank)

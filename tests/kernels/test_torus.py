@@ -22,9 +22,9 @@ from kernels.ring.slices import (
 )
 from kernels.ring.torus import (
     closed_walk,
+    coords_of,
     in_boxes,
     pairs_along,
-    place,
     ring_along,
 )
 from tests.cases import table
@@ -74,7 +74,7 @@ def test_lower_and_upper_ends_of_pairs_are_halves_of_the_torus(shape):
     axis = MESH_AXES.index("ring" if shape.ring > 1 else "fsdp")
     ends, pairs = pairs_along(devices, axis)
     line = devices.reshape(-1)
-    lower, upper = ([place(line[i]) for i in half] for half in ends)
+    lower, upper = ([coords_of(line[i]) for i in half] for half in ends)
     assert {tuple(np.subtract(b, a)) for a, b in zip(lower, upper, strict=True)} == {
         (0, 0, 1, 0)
     }
@@ -123,14 +123,14 @@ def test_rings_of_every_mesh_are_closed_walks(pod):
         mesh = make_mesh(MeshShape(fsdp=-1, ring=ring, tensor=tensor), devices).devices
         assert len(set(mesh.flat)) == len(devices)
         for walk in np.moveaxis(mesh, RING, -1).reshape(-1, ring):
-            assert set(links([place(device) for device in walk])) == {1}
+            assert set(links([coords_of(device) for device in walk])) == {1}
 
 
 def test_axis_after_the_ring_has_the_shortest_way_between_boxes():
     """Heads of a layer are summed over it; parameters are gathered over the others."""
     mesh = make_mesh(MeshShape(fsdp=4, ring=8, tensor=2), tpu_devices("v5e:8x8"))
     pairs = mesh.devices.reshape(-1, 2)
-    assert {links(list(map(place, pair)))[0] for pair in pairs} == {2}
+    assert {links(list(map(coords_of, pair)))[0] for pair in pairs} == {2}
 
 
 def test_mesh_may_split_the_axes_of_a_torus():
@@ -237,5 +237,7 @@ def test_slices_of_unlike_sizes_are_refused(rng: np.random.Generator) -> None:
 def test_a_ring_of_devices_goes_from_neighbour_to_neighbour(pod):
     devices = tpu_devices(pod)
     found = ring_devices(devices)
-    assert {*found} == {*devices} and links([place(one) for one in found]).max() == 1
+    assert {*found} == {*devices} and links(
+        [coords_of(one) for one in found]
+    ).max() == 1
     assert ring_devices(devices[:1]) == devices[:1]
