@@ -81,6 +81,8 @@ class ChatEncoder:
         counts.weighted += len(row.paths) > 1 or bool(row.paths[0].weights)
         if names_special_tokens(row.text):
             counts.markup.add(BadRow(row.where, SPECIAL))
+        for name, turns in row.unread.items():
+            counts.unread.add(BadRow(row.where, name), turns)
         if row.paths[0].system is not None and self._drops_system:
             counts.unwritten.add(BadRow(row.where, "the system's words"))
         try:

@@ -80,6 +80,7 @@ class Summary(Counts):
         lines += self.cut.lines(f"cut, {self.lost:,} tokens lost")
         lines += self.markup.lines("markup, learned as text")
         lines += self.unwritten.lines("WARNING: not in the chat template")
+        lines += self.unread.lines("turns with a field that is not read")
         lines.append(f"written to {writer.directory}")
         return "\n".join(map(printable, lines))
 

@@ -35,7 +35,7 @@ from data.text.units import Unit
 # Encoded together: enough for every core, and little enough to hold in memory.
 CHARACTERS_AT_A_TIME = 1 << 20
 ROWS_AT_A_TIME = 1 << 10
-PART_VERSION = 2
+PART_VERSION = 3
 SPLIT_CODES = {None: -1, "train": 0, "validation": 1}
 """Splits of documents in a part; -1: the mark decides."""
 
@@ -73,6 +73,7 @@ class Counts:
     weighted: rows whose tokens may have weights other than 0 and 1.
     markup: documents with markup that is learned as text.
     unwritten: conversations of which the chat template leaves out a part.
+    unread: turns of conversations with a field that is not read.
     """
 
     good: int = 0
@@ -85,6 +86,7 @@ class Counts:
     weighted: int = 0
     markup: Skipped = field(default_factory=Skipped)
     unwritten: Skipped = field(default_factory=Skipped)
+    unread: Skipped = field(default_factory=Skipped)
 
     def add(self, other: "Counts") -> None:
         """Adds what was counted behind it."""
