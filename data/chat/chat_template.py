@@ -11,18 +11,15 @@ before the first question, so that all replies are learned with them, and no tok
 changes when a conversation goes on.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2.ext
-import jinja2.sandbox
 import numpy as np
 
+from data.chat.renderer import RENDERER
 from data.text.prefix_tree import Document, as_mask
 from data.text.tokenizer import Tokenizer
 from data.text.tokenizer_files import read_chat_template
@@ -32,8 +29,6 @@ Message = Mapping[str, str]
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode noncharacters. One of them breaks up special-token names in user text."""
-MOST_MADE = 1 << 24
-"""Letters, items or bits that a template may make by one product or power."""
 OWN = "own"
 """Name of the template that a tokenizer or a corpus comes with."""
 _CHATML = "<|im_start|>", "<|im_end|>"
@@ -67,13 +62,6 @@ class ChatTemplate:
 
     def __init__(self, name: str, source: str, tokenizer: Tokenizer):
         self.name, self.source, self.tokenizer = name, source, tokenizer
-        try:
-            self._template = _environment().from_string(source)
-        except Exception as error:  # also of Python, which it is compiled to
-            raise ValueError(
-                f"the chat template {name} is not Jinja: {_line(error)}; choose "
-                "another template"
-            ) from error
         self._names, self._special = _patterns(tokenizer)
         self._end_name = self._end()
         self.end = tokenizer.special[self._end_name]
@@ -145,12 +133,9 @@ class ChatTemplate:
         names = self.tokenizer.names
         options = {"tools": None, "documents": None, "add_generation_prompt": asks}
         try:
-            return self._template.render(messages=messages, **options, **names)
-        except Exception as error:  # of any kind: it is a program
-            raise ValueError(
-                f"the chat template {self.name} refuses the conversation: "
-                f"{_line(error)}"
-            ) from error
+            return RENDERER.render(self.source, messages, {**options, **names}).text
+        except ValueError as error:
+            raise ValueError(f"the chat template {self.name} {error}") from error
 
     def _marked(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
         """Breaks up names of special tokens in the words; returns by what, too."""
@@ -301,55 +286,3 @@ def _patterns(tokenizer: Tokenizer) -> tuple[re.Pattern, re.Pattern]:
     return re.compile(found), re.compile(
         f"({'|'.join(map(with_blanks, names)) or never})"
     )
-
-
-class _Generation(jinja2.ext.Extension):
-    """Reads {% generation %}, which some templates put around replies, as its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Bounds products and powers, as the sandbox of jinja2 bounds ranges."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        size = 0
-        for one, other in (left, right), (right, left):
-            if isinstance(one, str | list | tuple) and isinstance(other, int):
-                size = len(one) * other
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length()
-            size = bits * right if operator == "**" else bits + right.bit_length()
-        if size > MOST_MADE:
-            raise OverflowError(f"{operator} makes more than {MOST_MADE} letters")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Returns what published templates are written for."""
-
-    def fail(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

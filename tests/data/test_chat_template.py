@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from data.chat import renderer
 from data.chat.chat_template import (
     FORMATS,
     MARKS,
@@ -312,6 +313,44 @@ def test_templates_that_cannot_be_used_are_refused_in_a_line(source, complaint):
     with pytest.raises(ValueError, match=complaint) as caught:
         ChatTemplate("x", source, BYTES)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{{ range(99999)|sum }}{% endfor %}",
+        "{% set n = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set n.a = "
+        "(n.a, n.a) %}{% set n.b = (n.b, n.b) %}{% endfor %}{{ n.a == n.b }}",
+        "{{ 9999 ** 9999999 }}",
+        "{{ range(9)|slice(10**10)|list }}",
+    ],
+)
+def test_a_rendering_has_a_limit_of_cpu_seconds(source, monkeypatch, qwen):
+    """The next one goes on in another process."""
+    monkeypatch.setattr(renderer, "CPU_SECONDS", 1)
+    with pytest.raises(ValueError, match="template x takes more than 1 CPU seconds"):
+        ChatTemplate("x", source, BYTES)
+    assert ChatTemplate("x", CHATML, qwen).documents(talk(None, *EXCHANGES))
+
+
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(qwen):
+    one = ChatTemplate("x", CHATML, qwen)
+    wanted = one.prompt(talk(None, *EXCHANGES)[:1]).tolist()
+
+    class Interrupted:
+        def readline(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            pass
+
+    process = renderer.RENDERER._process
+    with process.stdout:
+        process.stdout = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            one.prompt([{"role": "user", "content": "other"}])
+    assert one.prompt(talk(None, *EXCHANGES)[:1]).tolist() == wanted
 
 
 def test_a_template_whose_replies_differ_from_its_prompts_is_refused():
