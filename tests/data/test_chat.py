@@ -205,6 +205,13 @@ def test_fields_of_turns_that_are_not_read_are_counted(tmp_path):
     ]
 
 
+def test_names_of_this_tokenizers_special_tokens_are_reported(tmp_path):
+    rows = [{"prompt": q, "completions": ["A"]} for q in ("<end>", "end", "x")]
+    source = write(tmp_path / "in.json", rows)
+    said = str(prepare_chats([source], tmp_path / "out", encoder()))
+    assert "markup, learned as text: 1, names of special tokens" in said
+
+
 def test_rows_that_lie_too_deep_are_bad_rows():
     turn = {"role": "assistant", "text": "a"}
     for n in range(3000):
