@@ -69,8 +69,10 @@ def _watch() -> None:
 def _note(code: CodeType, _: int) -> None:
     what = _codes[code]
     command = sys._getframe(1).f_locals.get("args") if what == "a process" else None
-    is_git = isinstance(command, list | tuple) and command[0] == "git"
-    if not is_git:  # which takes milliseconds
+    words = command if isinstance(command, list | tuple) else [""]
+    # Git takes milliseconds, and the renderer of chat templates begins once for all.
+    is_brief = words[0] == "git" or str(words[-1]).endswith("data/chat/renderer.py")
+    if not is_brief:
         _started.add(what)
 
 

@@ -2,8 +2,9 @@
 
 A template is Jinja, as published models have theirs, and is rendered as transformers
 does, in a sandbox. What it writes as a special token is one; the same name in people's
-words is text. A reply is what comes after the prompt that asks for it, up to the token
-that ends it: exactly the tokens that a model is asked to write are supervised.
+words is text, and in replies too if it could begin or end a turn. A reply is what comes
+after the prompt that asks for it and what the template writes before every reply, up to
+the token that ends it: exactly the tokens that a model is to write are supervised.
 
 Templates of `FORMATS` are in data/chat/formats. Where a published one puts the system's
 words before the last question (Mistral) or refuses them (Gemma 1 and 2), they stand
@@ -11,29 +12,24 @@ before the first question, so that all replies are learned with them, and no tok
 changes when a conversation goes on.
 """
 
-import json
+import contextlib
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2.ext
-import jinja2.sandbox
 import numpy as np
 
+from data.chat.template_text import PROBE, Exchange, Message, TemplateText, replies_of
 from data.text.prefix_tree import Document, as_mask
-from data.text.tokenizer import Tokenizer
-from data.text.tokenizer_files import read_chat_template
-
-Message = Mapping[str, str]
-"""A turn: its "role" ("system", "user" or "assistant"), and its words, "content"."""
+from data.text.skipped import names_special_tokens
+from data.text.tokenizer import END_OF_DOCUMENT_NAMES, Tokenizer
+from data.text.tokenizer_files import BEGIN_NAMES, read_chat_template
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode noncharacters. One of them breaks up special-token names in user text."""
-MOST_MADE = 1 << 24
-"""Letters, items or bits that a template may make by one product or power."""
 OWN = "own"
 """Name of the template that a tokenizer or a corpus comes with."""
 _CHATML = "<|im_start|>", "<|im_end|>"
@@ -55,6 +51,17 @@ FORMATS: Mapping[str, Sequence[str]] = {
 these are, besides bos_token and eos_token."""
 
 
+class _Part(NamedTuple):
+    """A special token; or a text without one, up to each reply's begin and its end.
+
+    weights: of the token's loss, or for each text, of what it adds to the one before.
+    """
+
+    token: int | None
+    texts: Sequence[str]
+    weights: Sequence[float]
+
+
 class ChatTemplate:
     """Writes conversations in a template, with the ids of a tokenizer.
 
@@ -67,15 +74,10 @@ class ChatTemplate:
 
     def __init__(self, name: str, source: str, tokenizer: Tokenizer):
         self.name, self.source, self.tokenizer = name, source, tokenizer
-        try:
-            self._template = _environment().from_string(source)
-        except Exception as error:  # also of Python, which it is compiled to
-            raise ValueError(
-                f"the chat template {name} is not Jinja: {_line(error)}; choose "
-                "another template"
-            ) from error
-        self._names, self._special = _patterns(tokenizer)
+        self._names, self._special = _patterns(tokenizer, tokenizer.special)
+        self._text = TemplateText(name, source, tokenizer.names)
         self._end_name = self._end()
+        self._reserved, _ = _patterns(tokenizer, self._find_reserved())
         self.end = tokenizer.special[self._end_name]
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
@@ -92,9 +94,11 @@ class ChatTemplate:
         """
         begun = {"role": "assistant", "content": reply}
         (*messages, begun), mark = self._marked([*messages, begun])
-        text = self._render(messages, asks=True)
-        places = _places(text, self._prompts(messages).values()) | {len(text): 0.0}
-        return self._encode(text + begun["content"], mark, places).tokens
+        asked = self._text.ask(messages)
+        numbers = replies_of(messages)
+        prompts = [self._text.prompt_within(asked, messages, n) for n in numbers]
+        places = _places(asked.text, prompts) | {len(asked.text): 0.0}
+        return self._encode(asked.text + begun["content"], mark, places).tokens
 
     def documents(
         self, messages: Sequence[Message], weights: Sequence[float] = ()
@@ -111,46 +115,40 @@ class ChatTemplate:
           ValueError: the template refuses the conversation.
         """
         messages, mark = self._marked(messages)
-        whole, prompts = self._render(messages, asks=False), self._prompts(messages)
-        places, documents = _places(whole, prompts.values()), []
-        weights = weights or [1.0] * len(prompts)
-        for (number, prompt), weight in zip(prompts.items(), weights, strict=True):
-            text = self._render(messages[: number + 1], asks=False)
-            if not text.startswith(prompt):
-                asked = prompt[len(commonprefix([text, prompt])) :]
+        whole, exchanges = self._text.exchanges(messages)
+        places, documents = _places(whole, exchanges), []
+        added = self._text.added(messages, exchanges, mark)
+        weights = weights or [1.0] * len(exchanges)
+        for number, weight in enumerate(weights):
+            exchange = exchanges[number]
+            if not exchange.text.startswith(exchange.prompt):
+                agreed = len(commonprefix([exchange.text, exchange.prompt]))
+                asked = exchange.prompt[agreed:]
                 raise ValueError(
                     f"the chat template {self.name} writes a reply otherwise than where"
                     f" it asks for one, with {asked[:80]!r}: take that out of what it "
                     "adds for add_generation_prompt, or choose another template"
                 )
-            behind = text[len(prompt) :].partition(self._end_name)
-            if whole.startswith(prompt + behind[0] + behind[1]):
-                places[len(prompt)] = weight
+            begin = exchange.begin + added[number]
+            reply, end, _ = exchange.reply.partition(self._end_name)
+            is_within = whole.startswith(reply + end, exchange.begin)
+            if is_within and exchange.begin in places and not places.get(begin):
+                places[begin] = weight
             elif weight:
-                here = _places(text, prompts.values()) | {len(prompt): weight}
+                text = whole[: exchange.shared] + exchange.text
+                here = _places(text, exchanges[: number + 1]) | {begin: weight}
                 documents.append(self._encode(text, mark, here))
         if any(places.values()):
             documents.append(self._encode(whole, mark, places))
         return documents
 
-    def _prompts(self, messages: Sequence[Message]) -> dict[int, str]:
-        """Returns the text that asks for each reply, by its number."""
-        return {
-            number: self._render(messages[:number], asks=True)
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant"
-        }
+    def stays_text(self, messages: Sequence[Message]) -> bool:
+        """Returns whether words have a special token's name that is text in them."""
+        return any(self._in_words(turn).search(turn["content"]) for turn in messages)
 
-    def _render(self, messages: Sequence[Message], *, asks: bool) -> str:
-        names = self.tokenizer.names
-        options = {"tools": None, "documents": None, "add_generation_prompt": asks}
-        try:
-            return self._template.render(messages=messages, **options, **names)
-        except Exception as error:  # of any kind: it is a program
-            raise ValueError(
-                f"the chat template {self.name} refuses the conversation: "
-                f"{_line(error)}"
-            ) from error
+    def _in_words(self, message: Message) -> re.Pattern:
+        """Returns what finds names of special tokens that are text in these words."""
+        return self._reserved if message["role"] == "assistant" else self._names
 
     def _marked(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
         """Breaks up names of special tokens in the words; returns by what, too."""
@@ -161,12 +159,14 @@ class ChatTemplate:
                 "messages contain all 32 Unicode noncharacters: leave one out"
             )
 
-        def broken(text: str) -> str:
-            while self._names.search(text):
-                text = self._names.sub(lambda name: mark.join(name[0]), text)
+        def broken(text: str, names: re.Pattern) -> str:
+            while names.search(text):
+                text = names.sub(lambda name: mark.join(name[0]), text)
             return text
 
-        return [{**m, "content": broken(m["content"])} for m in messages], mark
+        return [
+            {**m, "content": broken(m["content"], self._in_words(m))} for m in messages
+        ], mark
 
     def _encode(self, text: str, mark: str, replies: Mapping[int, float]) -> Document:
         """Encodes a conversation: special tokens, and the text between two of them.
@@ -174,48 +174,57 @@ class ChatTemplate:
         mark: to be taken out of that text.
         replies: where in the text they begin, and the weight of each's loss.
         """
-        # Of each part its special token or None, and the weight of its loss; its text,
-        # and the text's part before a reply, if one begins in it.
-        parts, texts, place, weight = [], [], 0, 0.0
+        parts, begins, place, weight = [], sorted(replies), 0, 0.0
         for part in filter(None, self._special.split(text)):
-            begin = next((at for at in replies if 0 <= at - place < len(part)), place)
-            prompt, behind = part[: begin - place], replies.get(begin, weight)
-            place += len(part)
             name = self._names.search(part)  # without blanks that it takes
+            begin = place + (name.start() if name else 0)
+            first = bisect_left(begins, place)
+            before = begins[first : bisect_right(begins, begin)]
+            place += len(part)
+            within = begins[first + len(before) : bisect_left(begins, place)]
+            weights = [replies[at] for at in (*before[-1:], *within)]
+            weights = weights if before else [weight, *weights]
             if name is None:
-                parts.append((None, behind))
-                texts += [part.replace(mark, ""), prompt.replace(mark, "")]
-                weight = behind
+                cuts = [at - place + len(part) for at in (*within, place)]
+                texts = [part[:cut].replace(mark, "") for cut in cuts]
+                parts.append(_Part(None, texts, weights))
+                weight = weights[-1]
                 continue
             token = self.tokenizer.special[name[0]]
+            parts.append(_Part(token, [], weights[:1]))
             # A reply may begin in the blanks.
-            parts.append((token, weight if prompt else behind))
-            texts += ["", ""]
-            weight = behind if token != self.end else 0.0
-        # All but the first part stand behind a special token.
-        encoded = self.tokenizer.encode_all(texts[:2])
-        encoded += self.tokenizer.encode_all(texts[2:], is_behind=True)
-        found = []
-        for number, (token, weight) in enumerate(parts):
-            tokens, prompt = encoded[2 * number : 2 * number + 2]
-            if token is not None:
-                tokens = np.array([token], np.int32)
-            elif not np.array_equal(tokens[: prompt.size], prompt):
-                # A token lies over the border. The prompt is asked with its own.
-                whole, asked = texts[2 * number : 2 * number + 2]
-                rest = [whole.removeprefix(asked)]
-                (rest,) = self.tokenizer.encode_all(rest, is_behind=True)
-                tokens = np.concatenate([prompt, rest])
-            is_reply = np.arange(tokens.size) >= prompt.size
-            found.append((tokens, is_reply * np.float32(weight)))
-        tokens, weights = map(np.concatenate, zip(*found, strict=True))
+            weight = 0.0 if token == self.end and not within else weights[-1]
+        tokens, weights = self._joined(parts)
         return Document(tokens, as_mask(weights))
+
+    def _joined(self, parts: Sequence["_Part"]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of all parts, and the weights of their losses."""
+        # All but the first part stand behind a special token.
+        texts = [text for part in parts[1:] for text in part.texts]
+        encoded = self.tokenizer.encode_all(parts[0].texts)
+        encoded += self.tokenizer.encode_all(texts, is_behind=True)
+        remaining = iter(encoded)
+        found, weights = [], []
+        for part in parts:
+            tokens = np.array([] if part.token is None else [part.token], np.int32)
+            weights += part.weights[: tokens.size]
+            before = ""
+            for text, weight in zip(part.texts, part.weights, strict=False):
+                longer = next(remaining)
+                if not np.array_equal(longer[: tokens.size], tokens):
+                    # A token lies over the border. The prompt is asked with its own.
+                    rest = [text.removeprefix(before)]
+                    (rest,) = self.tokenizer.encode_all(rest, is_behind=True)
+                    longer = np.concatenate([tokens, rest])
+                weights += [weight] * (longer.size - tokens.size)
+                tokens = longer
+                before = text
+            found.append(tokens)
+        return np.concatenate(found), np.array(weights, np.float32)
 
     def _end(self) -> str:
         """Finds the name of the token behind a reply."""
-        said = {"user": "x", "assistant": "REPLY"}
-        messages = [{"role": role, "content": words} for role, words in said.items()]
-        after = self._render(messages, asks=False).rpartition("REPLY")[2]
+        after = self._text.render(PROBE[1:3], asks=False).text.rpartition("REPLY")[2]
         found = self._names.match(after.lstrip())
         if found is None:
             raise ValueError(
@@ -225,6 +234,25 @@ class ChatTemplate:
                 'added_tokens with "special": true'
             )
         return found[0]
+
+    def _find_reserved(self) -> set[str]:
+        """Finds the names of tokens that begin or end texts and turns.
+
+        Those of others, as <think>, are tokens in replies too.
+        """
+        own = self.tokenizer
+        alike = {name for name in own.special if names_special_tokens(name)}
+        found = {self._end_name, *END_OF_DOCUMENT_NAMES, *BEGIN_NAMES}
+        found |= {*own.names.values(), *map(own.token_name, own.stop_tokens)}
+        found |= {name for name in alike if name not in self.source}
+        for first in 0, 1:  # it may refuse words of the system
+            with contextlib.suppress(ValueError):
+                turns = self._text.render(PROBE[first:], asks=False).text
+                plain = self._text.render(PROBE[first:2], asks=False).text
+                asks = self._text.ask(PROBE[first:2]).text
+                found |= {*self._names.findall(plain)}
+                found |= {*self._names.findall(asks)} & {*self._names.findall(turns)}
+        return found & {*own.special}
 
 
 def format_source(name: str) -> str:
@@ -278,17 +306,19 @@ def _check_tokens(template: str, tokenizer: Tokenizer) -> None:
             )
 
 
-def _places(text: str, prompts: Iterable[str]) -> dict[int, float]:
+def _places(text: str, prompts: Iterable[Exchange]) -> dict[int, float]:
     """Returns where in a text replies begin, as places that are not learned."""
-    return {len(prompt): 0.0 for prompt in prompts if text.startswith(prompt)}
+    return {p.begin: 0.0 for p in prompts if text.startswith(p.prompt, p.shared)}
 
 
-def _patterns(tokenizer: Tokenizer) -> tuple[re.Pattern, re.Pattern]:
+def _patterns(
+    tokenizer: Tokenizer, special: Iterable[str]
+) -> tuple[re.Pattern, re.Pattern]:
     """Returns what finds names of special tokens, and with the blanks that they take.
 
     The second is a group, for `split`.
     """
-    longest_first = sorted(tokenizer.special, key=len, reverse=True)
+    longest_first = sorted(special, key=len, reverse=True)
     # One letter could not be broken up by a mark.
     names = [name for name in longest_first if len(name) > 1]
 
@@ -302,55 +332,3 @@ def _patterns(tokenizer: Tokenizer) -> tuple[re.Pattern, re.Pattern]:
     return re.compile(found), re.compile(
         f"({'|'.join(map(with_blanks, names)) or never})"
     )
-
-
-class _Generation(jinja2.ext.Extension):
-    """Reads {% generation %}, which some templates put around replies, as its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Bounds products and powers, as the sandbox of jinja2 bounds ranges."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        size = 0
-        for one, other in (left, right), (right, left):
-            if isinstance(one, str | list | tuple) and isinstance(other, int):
-                size = len(one) * other
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length()
-            size = bits * right if operator == "**" else bits + right.bit_length()
-        if size > MOST_MADE:
-            raise OverflowError(f"{operator} makes more than {MOST_MADE} letters")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Returns what published templates are written for."""
-
-    def fail(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

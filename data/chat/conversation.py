@@ -17,13 +17,15 @@ the user is left out, and so is a last one of the user that has no reply. Rows w
 calls of tools or with anything else that cannot be learned are refused.
 
 The third is a group: a prompt, which may also be a list of messages, and answers to it;
-the fourth a tree of messages, as of OpenAssistant. A reply's "weight" multiplies its
-loss; each reply is learned once, and those of a prompt not at all.
+the fourth a tree of messages, as of OpenAssistant. A reply's "weight", and the other
+fields of `LEARNED`, multiply its loss; each reply is learned once, those of a prompt
+not at all. Other fields of turns are counted.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -65,7 +67,8 @@ FIELDS += (*SYSTEM, *UNLEARNED)
 UNSAID = ("tool_calls", "function_call", "tool_call_id", "refusal", *MEDIA)
 UNSAID += ("reasoning_content", "reasoning", "thinking")
 """Fields of a turn whose content is not in its words, and would be left out."""
-LEARNED = ("weight", "train", "loss")
+LEARNED = ("weight", "train", "loss", "trainable", "training")
+LEARNED += ("loss_weight", "loss_mask")
 """Fields of a turn: factors of the weight of its loss."""
 MOST_WEIGHT = 1_000_000
 ID_LETTERS = 80
@@ -117,11 +120,13 @@ class Row:
     paths: each from the first turn to a last reply; what they share has its weight in
       the first of them.
     split: as of `InputFile`.
+    unread: turns with a field that is not read, by its name.
     """
 
     where: str
     paths: tuple[Conversation, ...]
     split: str | None = None
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -154,6 +159,13 @@ def parse_conversation(row: Any, where: str, split: str | None = None) -> Row | 
     row: what JSON made of it, or a table's row.
     where: its file and number, for messages. split: of its file.
     """
+    try:
+        return _parse(row, where, split)
+    except RecursionError:
+        return BadRow(where, "turns that lie too deep in each other")
+
+
+def _parse(row: Any, where: str, split: str | None) -> Row | BadRow:
     if not isinstance(row, dict):
         return BadRow(where, f"{type(row).__name__}, and no object with messages")
     if isinstance(row.get("id"), str | int):
@@ -164,9 +176,11 @@ def parse_conversation(row: Any, where: str, split: str | None = None) -> Row | 
         return BadRow(where, f"both {names}")
     if not formats and isinstance(row.get(PROMPT), dict):
         formats = [TREE]
-    if not formats or not isinstance(row[formats[0].turns], list | dict):
+    if not formats:
         return BadRow(where, "no list of conversations, messages or completions")
     its_format = formats[0]
+    if its_format is not TREE and not isinstance(row[its_format.turns], list):
+        return BadRow(where, f"{its_format.turns} that are no list")
     unlearned = [n for n in UNLEARNED if row.get(n) not in (None, "", "[]", [])]
     if unlearned:
         return BadRow(where, f"a row with {unlearned[0]}, which is not learned")
@@ -181,7 +195,20 @@ def parse_conversation(row: Any, where: str, split: str | None = None) -> Row | 
         found += [] if one is None else [one]
     if not found:
         return BadRow(where, f"no reply of {its_format.assistant} to learn")
-    return Row(where, tuple(found), split)
+    unread = _unread(turns, its_format)
+    return Row(where, tuple(found), split, unread)
+
+
+def _unread(paths: Sequence[Path], its_format: TurnFormat) -> Counter[str]:
+    """Counts the turns with a field that is not read, by its name."""
+    read = {its_format.role, its_format.content, REPLIES, "text", *LEARNED, *UNSAID}
+    turns = {id(turn): turn for path in paths for _, turn in path}
+    return Counter(
+        name[:ID_LETTERS]
+        for turn in turns.values()
+        for name, value in turn.items()
+        if name not in read and value not in (None, "", [], {})
+    )
 
 
 def _conversation(
@@ -250,9 +277,10 @@ def _paths(
 def _below(place: str, turn: Any) -> list[Path]:
     """Returns the paths from a turn of a tree of messages to its last ones."""
     replies = turn.get(REPLIES) if isinstance(turn, dict) else None
+    replies = replies if isinstance(replies, list) else []
     paths = [
         [(place, turn), *path]
-        for number, reply in enumerate(replies or [], 1)
+        for number, reply in enumerate(replies, 1)
         for path in _below(f"{place}, reply {number}", reply)
     ]
     return paths or [[(place, turn)]]
@@ -266,6 +294,8 @@ def _turn(turn: Any, its_format: TurnFormat) -> Turn | str:
     if not isinstance(role, str) or role not in its_format.roles:
         known = ", ".join(its_format.roles)
         return f"a turn from {short(role)}, not one of {known}"
+    if its_format is TREE and not isinstance(turn.get(REPLIES, []), list | None):
+        return "a turn whose replies are no list"
     unsaid = [name for name in UNSAID if turn.get(name)]
     if unsaid:
         return f"a turn with {unsaid[0]}, which is not learned"
@@ -277,22 +307,25 @@ def _turn(turn: Any, its_format: TurnFormat) -> Turn | str:
     if not is_unicode(words):
         return "a turn with half a surrogate pair"
     weight = _weight(turn)
-    if weight is None:
-        return f"a turn whose {' times '.join(LEARNED)} is not from 0 to {MOST_WEIGHT}"
+    if isinstance(weight, str):
+        return weight
     # Answers of a group go on behind their prompt as they are.
     words = words if its_format is GROUP else words.strip()
     return Turn(its_format.roles[role], words, weight)
 
 
-def _weight(turn: Mapping[str, Any]) -> float | None:
-    """Returns the weight of a turn's loss, 1 without any; None: not a weight."""
+def _weight(turn: Mapping[str, Any]) -> float | str:
+    """Returns the weight of a turn's loss, 1 without any; or why it has none."""
     weight = 1.0
     for name in LEARNED:
+        value = 1 if turn.get(name) is None else turn[name]
         try:
-            weight *= 1.0 if turn.get(name) is None else float(turn[name])
-        except (TypeError, ValueError):
-            return None
-    return weight if 0 <= weight <= MOST_WEIGHT else None
+            weight *= float(value)
+        except (TypeError, ValueError, OverflowError):
+            weight = -1.0
+        if not 0 <= weight <= MOST_WEIGHT:
+            return f"a turn whose {name} is {short(value)}, not from 0 to {MOST_WEIGHT}"
+    return weight
 
 
 def _words(value: Any) -> str | None:
@@ -312,5 +345,5 @@ def _kind(value: Any) -> str:
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         return short(value["type"])[1:-1]
     parts = value if isinstance(value, list) else []
-    kinds = [_kind(part) for part in parts if _kind(part) != "text"]
-    return kinds[0] if kinds else type(value).__name__
+    kinds = (kind for part in parts if (kind := _kind(part)) != "text")
+    return next(kinds, type(value).__name__)

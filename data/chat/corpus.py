@@ -79,8 +79,11 @@ class ChatEncoder:
     def _encode(self, row: Row, counts: Counts) -> list[Document] | BadRow:
         # Answers that are alike add up.
         counts.weighted += len(row.paths) > 1 or bool(row.paths[0].weights)
-        if names_special_tokens(row.text):
+        is_named = any(map(self.template.stays_text, (p.messages for p in row.paths)))
+        if is_named or names_special_tokens(row.text):
             counts.markup.add(BadRow(row.where, SPECIAL))
+        for name, turns in row.unread.items():
+            counts.unread.add(BadRow(row.where, name), turns)
         if row.paths[0].system is not None and self._drops_system:
             counts.unwritten.add(BadRow(row.where, "the system's words"))
         try:

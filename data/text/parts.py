@@ -79,6 +79,7 @@ class Counts:
     markup: documents with markup that is learned as text.
     unwritten: conversations of which the chat template leaves out a part.
     remade: finished parts that were damaged, and are made again.
+    unread: turns of conversations with a field that is not read.
     """
 
     good: int = 0
@@ -92,6 +93,7 @@ class Counts:
     markup: Skipped = field(default_factory=Skipped)
     unwritten: Skipped = field(default_factory=Skipped)
     remade: Skipped = field(default_factory=Skipped)
+    unread: Skipped = field(default_factory=Skipped)
 
     def add(self, other: "Counts") -> None:
         """Adds what was counted behind it."""

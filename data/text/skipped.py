@@ -50,9 +50,9 @@ class Skipped:
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
-    def add(self, row: BadRow) -> None:
-        """Counts one more."""
-        self.counts[row.reason] = self.counts.get(row.reason, 0) + 1
+    def add(self, row: BadRow, count: int = 1) -> None:
+        """Counts one more, or as many as there are in a row."""
+        self.counts[row.reason] = self.counts.get(row.reason, 0) + count
         self.first.setdefault(row.reason, row.where)
 
     def __add__(self, behind: "Skipped") -> "Skipped":

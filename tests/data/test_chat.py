@@ -189,6 +189,44 @@ def test_a_template_that_drops_the_system_s_words_says_so(tmp_path):
         assert (words in said) == (one is drops)
 
 
+def test_fields_of_turns_that_are_not_read_are_counted(tmp_path):
+    turns = [{"role": "user", "content": "Q", "mask": 1, "name": ""}]
+    turns += [{"role": "assistant", "content": "A", "mask": 0, "x": [1], "weight": 2}]
+    node = {"role": "prompter", "text": "Q", "rank": 0}
+    ends = [{"role": "assistant", "text": text, "rank": 1} for text in "ab"]
+    rows = [{"messages": turns}, {"prompt": node | {"replies": ends}}]
+    source = write(tmp_path / "in.json", rows)
+    said = str(prepare_chats([source], tmp_path / "out", encoder()))
+    first = "turns with a field that is not read: "
+    assert [line for line in said.splitlines() if line.startswith(first)] == [
+        f"{first}3, rank; first {source}[1]",
+        f"{first}2, mask; first {source}[0]",
+        f"{first}1, x; first {source}[0]",
+    ]
+
+
+def test_names_of_this_tokenizers_special_tokens_are_reported(tmp_path):
+    rows = [{"prompt": q, "completions": ["A"]} for q in ("<end>", "end", "x")]
+    source = write(tmp_path / "in.json", rows)
+    said = str(prepare_chats([source], tmp_path / "out", encoder()))
+    assert "markup, learned as text: 1, names of special tokens" in said
+
+
+def test_rows_that_lie_too_deep_are_bad_rows():
+    turn = {"role": "assistant", "text": "a"}
+    for n in range(3000):
+        role = "prompter" if n % 2 == 0 else "assistant"
+        turn = {"role": role, "text": "a", "replies": [turn]}
+    assert parse({"prompt": turn}, "f") == BadRow(
+        "f", "turns that lie too deep in each other"
+    )
+    content = "a"
+    for _ in range(60):
+        content = [content]
+    bad = parse({"messages": [{"role": "user", "content": content}]}, "f")
+    assert bad.reason == "a turn that says str, not text"
+
+
 def row(*turns, **fields):
     said = [dict(zip(("from", "value"), turn, strict=True)) for turn in turns]
     return {"conversations": said} | fields

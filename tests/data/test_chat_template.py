@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data.chat import chat_template
+from data.chat import chat_template, renderer
 from data.chat.chat_template import (
     FORMATS,
     MARKS,
@@ -239,12 +239,12 @@ def test_replies_that_a_conversation_writes_otherwise_are_documents(qwen):
 
 
 @pytest.mark.parametrize(
-    "written, learned", [("\n", "cat<|end|>"), ("<|system|>", "<|system|>cat<|end|>")]
+    "written, learned", [("\n", "cat<|end|>"), ("<|system|>", "cat<|end|>")]
 )
-def test_a_reply_may_begin_in_the_blanks_of_a_token_or_with_a_token(
+def test_a_reply_may_begin_in_the_blanks_of_a_token_or_behind_a_token(
     tmp_path, written, learned
 ):
-    """The token before is then part of the prompt, and one within, of the reply."""
+    """The token before is then part of the prompt, and so is what is always written."""
     phi = Family(PHI, "<s>", "<|endoftext|>", strips=True)
     tokenizer = open_tokenizer(str(phi.save(tmp_path, ["the cat sat"] * 3)))
     source = (
@@ -330,6 +330,211 @@ def test_templates_that_cannot_be_used_are_refused_in_a_line(source, complaint):
     with pytest.raises(ValueError, match=complaint) as caught:
         ChatTemplate("x", source, BYTES)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{{ range(99999)|sum }}{% endfor %}",
+        "{% set n = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}{% set n.a = "
+        "(n.a, n.a) %}{% set n.b = (n.b, n.b) %}{% endfor %}{{ n.a == n.b }}",
+        "{{ 9999 ** 9999999 }}",
+        "{{ range(9)|slice(10**10)|list }}",
+    ],
+)
+def test_a_rendering_has_a_limit_of_cpu_seconds(source, monkeypatch, qwen):
+    """The next one goes on in another process."""
+    monkeypatch.setattr(renderer, "CPU_SECONDS", 1)
+    with pytest.raises(ValueError, match="template x takes more than 1 CPU seconds"):
+        ChatTemplate("x", source, BYTES)
+    assert ChatTemplate("x", CHATML, qwen).documents(talk(None, *EXCHANGES))
+
+
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(qwen):
+    one = ChatTemplate("x", CHATML, qwen)
+    wanted = one.prompt(talk(None, *EXCHANGES)[:1]).tolist()
+
+    class Interrupted:
+        def readline(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            pass
+
+    process = renderer.RENDERER._process
+    with process.stdout:
+        process.stdout = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            one.prompt([{"role": "user", "content": "other"}])
+    assert one.prompt(talk(None, *EXCHANGES)[:1]).tolist() == wanted
+
+
+def test_long_conversations_are_rendered_twice(monkeypatch, paths):
+    """What is made of these two is what is made of a rendering for each turn."""
+    exchanges = [(f"question {n}", f"answer {n}") for n in range(200)]
+    for name in set(FORMATS) - {"olmo2"}:  # which looks whether a turn is the last
+        one, renderings = template(name, paths[name]), renderer.RENDERER
+        before = renderings.count
+        (found,) = one.documents(talk("S", *exchanges))
+        assert renderings.count == before + 2
+        assert np.diff(found.weights != 0, prepend=0).tolist().count(1) == 200
+    few = talk("S", *exchanges[:5])
+    render = renderings.render
+
+    def each(*asked):
+        return render(*asked)._replace(ends=None)
+
+    for name in FORMATS:
+        one = template(name, paths[name])
+        (found,), prompt = one.documents(few), one.prompt(few[:-1])
+        monkeypatch.setattr(renderings, "render", each)
+        (wanted,) = one.documents(few)
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        assert found.weights.tolist() == wanted.weights.tolist()
+        assert prompt.tolist() == one.prompt(few[:-1]).tolist()
+        monkeypatch.undo()
+
+
+HEAD = "{% for m in messages %}<|turn|>{{ m.role }}\n"
+ASK = "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+THOUGHT = "<think>hm</think>cat"
+TEMPLATES = {
+    "end behind the last": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
+    "{% endfor %}{{ 'assistant: ' if add_generation_prompt else '<|stop|>' }}",
+    "empty thoughts": HEAD + "{% if m.role == 'assistant' and loop.last and "
+    "'</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    "<|stop|>\n{% endfor %}" + ASK,
+    "drops thoughts": HEAD + "{{ m.content if loop.last else "
+    "m.content.split('</think>')[-1] }}<|stop|>\n{% endfor %}" + ASK,
+    "no prompt": HEAD + "{{ m.content }}<|stop|>\n{% endfor %}",
+    "opens thoughts": HEAD + "{{ m.content }}<|stop|>\n{% endfor %}"
+    "{{ '<|turn|>assistant\n<think>' if add_generation_prompt }}",
+    "rewrites thoughts": HEAD
+    + "{% if m.role != 'assistant' %}{{ m.content }}{% else %}"
+    "<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1] }}\n</think>"
+    "{{ m.content.split('</think>')[-1] }}{% endif %}<|stop|>\n{% endfor %}" + ASK,
+    "last turn alone": "A: {% if not add_generation_prompt %}{{ messages[-1].content }}"
+    "<|stop|>{% endif %}",
+}
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    "name, reply, learned",
+    [
+        ("end behind the last", "cat", "cat\n<|stop|>"),
+        ("empty thoughts", "cat", "cat<|stop|>"),
+        ("empty thoughts", THOUGHT, THOUGHT + "<|stop|>"),
+        ("drops thoughts", THOUGHT, THOUGHT + "<|stop|>"),
+        ("no prompt", "cat", "cat<|stop|>"),
+        ("opens thoughts", THOUGHT, "hm</think>cat<|stop|>"),
+        ("rewrites thoughts", THOUGHT, "<think>\nhm\n</think>cat<|stop|>"),
+        ("last turn alone", "cat", "cat<|stop|>"),
+    ],
+)
+def test_each_reply_is_learned_once_without_what_the_template_adds(
+    tmp_path, thinks, name, reply, learned
+):
+    """Whether its thoughts are between special tokens or between letters."""
+    special = ["<eos>", "<|stop|>", "<|turn|>"] + ["<think>", "</think>"] * thinks
+    path = Family(special, None, "<|stop|>").save(tmp_path, ["the cat sat"])
+    tokenizer = open_tokenizer(str(path))
+    one = ChatTemplate(name, TEMPLATES[name], tokenizer)
+    turns = talk(None, *[(f"<think> {n}", reply) for n in range(4)])
+    found = []
+    for document in one.documents(turns, [1, 2, 3, 4]):
+        for weight in np.unique(document.weights[document.weights > 0]):
+            tokens = document.tokens[document.weights == weight].tolist()
+            names = map(tokenizer.token_name, tokens)
+            found.append((weight, "".join(names).replace("Ċ", "\n")))
+            assert ("<think>" in map(tokenizer.token_name, tokens)) == (
+                thinks and learned.startswith("<think>")
+            )
+    assert sorted(found) == [(n, learned) for n in range(1, 5)]
+    # The words of others have no tokens of these names.
+    prompt = one.prompt(turns[:1]).tolist()
+    assert prompt.count(tokenizer.token_id("<think>")) == (
+        thinks and name == "opens thoughts"
+    )
+    if name != "last turn alone":
+        assert one.tokenizer.decode(prompt).split("assistant")[0].startswith("user")
+        assert "assistant" in one.tokenizer.decode(prompt)
+
+
+def test_a_reply_may_begin_in_the_blanks_of_the_token_that_ends_the_turn_before(
+    tmp_path,
+):
+    phi = Family(PHI, "<s>", "<|endoftext|>", strips=True)
+    tokenizer = open_tokenizer(str(phi.save(tmp_path, ["the cat sat"] * 3)))
+    source = "{% for m in messages %}{{ '\n' if m.role == 'assistant' }}"
+    one = ChatTemplate("x", source + "{{ m.content }}<|end|>{% endfor %}", tokenizer)
+    (document,) = one.documents(talk(None, ("a", "cat"), ("b", "cat")))
+    assert tokenizer.decode(document.tokens[document.weights]) == "catcat"
+
+
+def test_a_template_that_asks_within_its_loop_is_refused():
+    source = "{% for m in messages %}{{ '@' if add_generation_prompt }}{{ m.content }}"
+    one = ChatTemplate("x", source + "{{ eos_token }}{% endfor %}", BYTES)
+    with pytest.raises(ValueError, match="writes a reply otherwise"):
+        one.documents(talk(None, ("a", "b"), ("c", "d")))
+
+
+LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
+KEPT = "{% set n = namespace() %}@{% for m in messages %}{% set n.x = m.content %}"
+KEPT += "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source, is_in_order",
+    [
+        (LOOP, True),
+        ("{% set t = messages[1:] %}" + LOOP.replace("messages", "t"), True),
+        (LOOP.replace("m.content", "m.content, messages[loop.index0]"), True),
+        (LOOP.replace("m.content", "m.content, loop.last"), False),
+        (LOOP.replace("m.content", "m.content, loop['last']"), False),
+        (LOOP.replace("m.content", "m.content, messages[loop.index]"), False),
+        (LOOP.replace("m.content", "messages|length"), False),
+        (LOOP.replace("m.content", "messages|map(attribute='role')|first"), True),
+        (LOOP.replace("m.content", "messages|selectattr('role')|list"), False),
+        (LOOP.replace("m.content", "messages|tojson"), False),
+        (LOOP.replace("m.content", "messages"), False),
+        (LOOP.replace("m.content", "messages is sequence"), False),
+        (LOOP.replace("m.content", "messages == [1]"), False),
+        (LOOP.replace("messages", "messages[2:]"), False),
+        (LOOP.replace("{% endfor", "{% break %}{% endfor"), False),
+        (LOOP.replace("messages", "messages[1:]") + "{{ 1 if messages[1:] }}", False),
+        (LOOP.replace("{% endfor", "{% else %}x{% endfor"), False),
+        (LOOP + LOOP, False),
+        (LOOP + "{{ messages[0].role }}", False),
+        ("{% set n = namespace() %}" + LOOP + "{{ n.x }}", False),
+        ("{% set eos_token = joiner() %}" + LOOP + "{{ eos_token() }}", False),
+        ("{% set t = [1, 2] %}{% for i in t %}" + LOOP + "{% endfor %}", False),
+        (
+            "{% set t = [1] %}"
+            + KEPT.replace("@", "{% for i in t %}")
+            + "{{ n.x }}{% endfor %}",
+            0,
+        ),
+        (
+            "{% macro f() %}{{ n.x }}{% endmacro %}"
+            + KEPT.replace("@", "")
+            + "{{ f() }}",
+            0,
+        ),
+        ("{% if messages[1] %}x{% endif %}" + LOOP, False),
+        ("{% if messages[1:] %}x{% endif %}" + LOOP, False),
+        ("{{ (messages[1:]|first).role }}" + LOOP, False),
+    ],
+)
+def test_templates_that_look_ahead_are_rendered_for_each_turn(source, is_in_order):
+    options = {"eos_token": ""}
+    turns = talk(None, *EXCHANGES)
+    whole = renderer.RENDERER.render(source, turns, options)
+    assert (whole.ends is not None) == is_in_order
+    for number, end in enumerate(whole.ends or (), 1):
+        part = renderer.RENDERER.render(source, turns[:number], options)
+        assert part.text == whole.text[:end] + whole.text[whole.ends[-1] :]
 
 
 def test_a_template_whose_replies_differ_from_its_prompts_is_refused():

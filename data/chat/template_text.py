@@ -1,0 +1,156 @@
+"""What a chat template writes: conversations as text, and where their replies are."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+from data.chat.renderer import RENDERER, Rendering
+
+Message = Mapping[str, str]
+"""A turn: its "role" ("system", "user" or "assistant"), and its words, "content"."""
+
+_ROLES = {"system": "x", "user": "x", "assistant": "REPLY"}
+PROBE = [{"role": role, "content": words} for role, words in _ROLES.items()]
+PROBE.append(PROBE[1])
+"""A conversation, with words of the system, for what a template writes around them."""
+
+
+class Exchange(NamedTuple):
+    """A reply as the last turn of a conversation, which may go on behind it.
+
+    shared: letters that it has in common with the whole; the texts are behind them.
+    prompt: asks for the reply. text: has the reply, up to its end.
+    """
+
+    shared: int
+    prompt: str
+    text: str
+
+    @property
+    def begin(self) -> int:
+        """Letters before the reply."""
+        return self.shared + len(self.prompt)
+
+    @property
+    def reply(self) -> str:
+        """What stands behind the prompt."""
+        return self.text[len(self.prompt) :]
+
+
+class TemplateText:
+    """A template, with what it may read besides the messages.
+
+    name: for messages. names: of tokens, by their use.
+    opening: what begins a reply, where the template writes no prompt for one.
+    """
+
+    def __init__(self, name: str, source: str, names: Mapping[str, str]):
+        self.name, self.source, self._names = name, source, names
+        self.opening = ""
+        self.opening = self._find_opening()
+
+    def render(self, messages: Sequence[Message], *, asks: bool) -> Rendering:
+        """Renders a conversation. asks: whether for the next reply.
+
+        Raises:
+          ValueError: the template is not one, refuses it, or passes a limit.
+        """
+        options: dict[str, Any] = {"tools": None, "documents": None}
+        options |= {"add_generation_prompt": asks, **self._names}
+        try:
+            return RENDERER.render(self.source, messages, options)
+        except ValueError as error:
+            raise ValueError(f"the chat template {self.name} {error}") from error
+
+    def exchanges(self, messages: Sequence[Message]) -> tuple[str, list[Exchange]]:
+        """Returns the text of a conversation that ends with a reply, and its replies.
+
+        It is rendered twice where it reads turn after turn, else twice for each reply.
+        """
+        whole = self.render(messages, asks=False)
+        asked = self.ask(messages[:-1])
+        if not _begins_with(whole, asked):
+            asked = asked._replace(ends=None)
+        found = []
+        for number in replies_of(messages):
+            exchange = self.prompt_within(asked, messages, number)
+            if number and asked.ends:
+                text = whole.text[exchange.shared : whole.ends[number]]
+                text += whole.text[whole.ends[-1] :]
+            elif number == len(messages) - 1:
+                text = whole.text
+            else:
+                text = self.render(messages[: number + 1], asks=False).text
+            if not text.startswith(exchange.prompt):
+                prompt = exchange.prompt.removesuffix(self.opening)
+                exchange = exchange._replace(prompt=prompt)
+            found.append(exchange._replace(text=text))
+        return whole.text, found
+
+    def prompt_within(
+        self, asked: Rendering, messages: Sequence[Message], number: int
+    ) -> Exchange:
+        """Returns the prompt for a turn, without a text.
+
+        asked: of the conversation, or of one that is longer.
+        """
+        if number and asked.ends:
+            begin = asked.ends[number - 1]
+            return Exchange(begin, asked.text[asked.ends[-1] :], "")
+        return Exchange(0, self.ask(messages[:number]).text, "")
+
+    def ask(self, messages: Sequence[Message]) -> Rendering:
+        """Renders a conversation up to where the next reply begins."""
+        text, ends = self.render(messages, asks=True)
+        return Rendering(text + self.opening, ends)
+
+    def added(
+        self, messages: Sequence[Message], exchanges: Sequence[Exchange], other: str
+    ) -> list[int]:
+        """Returns the letters that the template itself begins each reply with.
+
+        They are what all replies begin with that say something else. Blanks alone are
+        part of the reply, as those before its first word.
+
+        other: words that no reply has.
+        """
+        numbers = replies_of(messages)
+        words = [messages[number]["content"].strip() for number in numbers]
+        pairs = zip(exchanges, words, strict=True)
+        if all(exchange.reply.lstrip().startswith(said) for exchange, said in pairs):
+            return [0] * len(words)
+        changed = [*messages]
+        for number in numbers:
+            changed[number] = {"role": "assistant", "content": other}
+        _, others = self.exchanges(changed)
+        added = []
+        for exchange, changed, said in zip(exchanges, others, words, strict=True):
+            common = commonprefix([exchange.reply, changed.reply]).rstrip(" ")
+            behind = exchange.reply[len(common) :].lstrip()
+            added.append(len(common) * bool(common.strip() and behind.startswith(said)))
+        return added
+
+    def _find_opening(self) -> str:
+        """Finds what begins a reply, where the template writes no prompt for one."""
+        whole = self.render(PROBE[1:3], asks=False).text
+        with contextlib.suppress(ValueError):  # for a conversation without a reply
+            prompt = self.render(PROBE[1:2], asks=True).text
+            asked = self.render(PROBE[1:2], asks=False).text
+            opening = whole.removeprefix(prompt).partition("REPLY")[0].rstrip(" ")
+            if prompt == asked and whole.startswith(prompt) and opening.strip():
+                return opening
+        return ""
+
+
+def _begins_with(whole: Rendering, asked: Rendering) -> bool:
+    """Returns whether two renderings are one up to what stands behind the first."""
+    if not whole.ends or not asked.ends:
+        return False
+    end = asked.ends[-1]
+    return whole.ends[:-1] == asked.ends and whole.text[:end] == asked.text[:end]
+
+
+def replies_of(messages: Sequence[Message]) -> list[int]:
+    """Returns the numbers of the turns that are replies."""
+    return [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
