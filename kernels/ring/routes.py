@@ -89,12 +89,16 @@ class Schedule:
 
     @property
     def distinct(self) -> list[int]:
-        """Ring steps whose transfers differ from the next one's.
+        """Ring steps whose transfers are those of no other step.
 
-        The runs of steps between two of them send the same chunks, and become loops.
+        Runs of steps between them send the same keys and gradients, and become loops.
+        In the step after a chunk's last one its dk and dv go home: in a loop they would
+        go on from there in each step.
         """
-        begins = {chunk.first for chunk in self.chunks}
-        return sorted({0, *begins, *(chunk.last for chunk in self.chunks)})
+        steps = {0}
+        for chunk in self.chunks:
+            steps |= {chunk.first, chunk.last, chunk.last + 1}
+        return sorted(step for step in steps if step <= self.last)
 
 
 @dataclass(frozen=True)

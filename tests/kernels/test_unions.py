@@ -76,6 +76,31 @@ def test_rings_of_global_arrays_take_masks_and_bounds_of_intervals(shape, is_mas
     np.testing.assert_allclose(layout.unpermute(out, *order), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", ["contiguous", "zigzag"])
+def test_gradients_of_neighbours_keys_come_home_once(shape, rng):
+    """Those of a window's keys do while the first tokens still go around."""
+    ring, tokens = 6, 96
+    mask = masks.window(5) | masks.first(2) & masks.causal()
+    *qkv, do = np.float32(rng.standard_normal((4, 1, tokens, 2, 8)))
+    attend = make_ring_attention(
+        ring_mesh(ring), layout=LAYOUTS[shape], implementation="reference"
+    )
+
+    def on_ring(*qkv):
+        in_order = (layout.permute(x, LAYOUTS[shape], ring) for x in qkv)
+        return layout.unpermute(attend(*in_order, mask), LAYOUTS[shape], ring)
+
+    def on_one_device(*qkv):
+        return attention(*qkv, visible=mask, implementation="reference")
+
+    got, want = (
+        jax.jit(lambda *qkv, run=run: jax.vjp(run, *qkv)[1](do))(*qkv)
+        for run in (on_ring, on_one_device)
+    )
+    for found, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_first_tokens_go_around_alone():
     """Beside a window: a tile of the first shard, and what neighbours read."""
     order, tokens = (LAYOUTS["contiguous"], 8), 8192
