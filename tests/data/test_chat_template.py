@@ -267,11 +267,11 @@ def test_blanks_beside_a_token_that_does_not_take_them_stay():
 
 
 def test_blanks_before_a_token_that_takes_them_are_looked_at_once(monkeypatch):
-    """And all are taken. Four times as many do not cost 16 times as much."""
+    """And all are taken. 16 times as many do not cost 256 times as much."""
     strips = {"<end>": (True, True), "<cut>": (True, False)}
     monkeypatch.setattr(BYTES, "strips", strips, raising=False)
     monkeypatch.setattr(BYTES, "special", {"<end>": 256, "<cut>": 255}, raising=False)
-    _, special = chat_template._patterns(BYTES)
+    _, special = chat_template._patterns(BYTES, BYTES.special)
     expected = ["", "\n <end>  ", "", "<cut>", " a", "  <cut>", " b"]
     assert special.split("\n <end>  <cut> a  <cut> b") == expected
 
@@ -279,7 +279,7 @@ def test_blanks_before_a_token_that_takes_them_are_looked_at_once(monkeypatch):
         blanks = " " * count + "x"
         return min(timeit.repeat(lambda: special.split(blanks), number=1))
 
-    assert seconds(16_000) < 8 * seconds(4000)
+    assert seconds(64_000) < 100 * seconds(4000)
 
 
 def test_no_token_lies_over_the_border_of_a_prompt(qwen):
