@@ -21,7 +21,10 @@ Prepared = TypeVar("Prepared")
 """What a kernel reads of the bounds of a ring step; arrays, which `jax.vmap` stacks."""
 
 Carry = TypeVar("Carry")
-"""A partial result, or dq so far, as a kernel reads and writes it."""
+"""A partial result, or dq so far, in the form in which kernels read and write it.
+
+It depends on the queries, and in the forward on the number of keys (`CommonForward`).
+"""
 
 KeyGradients = tuple[jax.Array, jax.Array]
 """dk and dv (B, S, K, D) of the keys of a ring step, in float32."""
@@ -30,7 +33,8 @@ KeyGradients = tuple[jax.Array, jax.Array]
 class Rows(NamedTuple):
     """What the backward reads of a device's queries.
 
-    q, do: (B, L, H, D). lse, delta: (B, H, L), delta the sums of out · do.
+    q, do: (B, L, H, D). lse, delta: (B, H, L); delta is the sum of out · do over D,
+    less the gradient of lse.
     """
 
     q: jax.Array
@@ -66,7 +70,10 @@ class ForwardSteps(Protocol[Prepared, Carry]):
 
 
 class BackwardSteps(Protocol[Prepared, Carry]):
-    """Gradients of some `Rows`, and of the keys of one ring step after another."""
+    """Gradients of some `Rows`, and of the keys of one ring step after another.
+
+    dq and dk are without the factor `scale`; bounds may be empty.
+    """
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Prepared:
         """Returns what the kernel reads of bounds (B or 1, L), local slots."""
@@ -84,7 +91,7 @@ class BackwardSteps(Protocol[Prepared, Carry]):
         dq: Carry,
         dkv: KeyGradients | None,
     ) -> tuple[Carry, jax.Array, jax.Array]:
-        """Adds to dq, and to dk and dv (B, S, K, D) of these keys, if any."""
+        """Adds to dq, and to dk and dv (B, S, K, D) of these keys; None are zeros."""
         ...
 
     def finish(self, dq: Carry, /) -> jax.Array:

@@ -1,17 +1,21 @@
 """Ring attention: exact attention over a sequence sharded over a ring of devices.
 
 Every device keeps its queries; keys and values go around, while it attends to the ones
-that are here. Two chunks of heads, a and b, one each way round (2310.01889):
+that are here. Two chunks of heads, a and b, one each way round (2310.01889), as device
+1 of a ring of four attends to them, and what it sends meanwhile:
 
                   step 0         step 1             step 2             step 3
     device 1      own a, b       a of 0, b of 2     a of 3, b of 3     a of 2, b of 0
-    meanwhile     a -> 2, b -> 0   -> 2, -> 0         -> 2, -> 0
+    sends         a -> 2, b -> 0 both on: -> 2, 0   both on: -> 2, 0
 
-`forward` and `backward` draw what happens in each of their steps.
+`forward` and `backward` draw each of their steps.
 
-A query's keys on a visiting shard are intervals of the shard's slots, counted by the
-layout: neither this file nor the kernels know layouts or masks. A step runs a kernel
-for each interval. A ring of one device is attention on that device.
+Letters: B batch, T tokens of the sequence, L of a shard, N devices, S slots of a chunk,
+H query heads, K key/value heads, D head size, m intervals of a query.
+
+Bounds come as indices in the sequence. The layout counts them into slots of a visiting
+shard, which is all that kernels see of masks and layouts; a step runs a kernel for each
+interval of slots. A ring of one device is attention on that device.
 
 A head's attention sink is a key that every query sees, with a logit of its own and a
 value of 0: the partial result (0, sink), merged after the last ring step.
@@ -47,8 +51,8 @@ def attend(
 
     q: (B, L, H, D). k, v: (B, L, K, D), the local shards.
     sinks: (H,) float32, logit of each head's sink, if any.
-    k_start, k_end: int32 (m, B or 1, L), m half-open intervals of the key indices that
-      each local query attends to, which share no key.
+    k_start, k_end: int32 (m, B or 1, L), m half-open intervals of key indices in the
+      sequence that each local query attends to, which share no key.
 
     Returns:
       out (B, L, H, D) in the type of q, lse (B, H, L) in float32.
@@ -58,11 +62,11 @@ def attend(
 
 def _attend_forward(ring, q, k, v, sinks, k_start, k_end):
     visible = Visible(k_start, k_end)
-    kv = ring.as_read(k), ring.as_read(v)  # D, or in whole lanes
+    kv = ring.as_read(k), ring.as_read(v)  # D; on a TPU in whole lanes
     out, lse = ForwardPass.prepare(ring, ring.as_read(q), kv, visible).run()
     if sinks is not None:
-        # Here and not as the first step's carry: it costs no zeros to write and read,
-        # as XLA fuses it with the cast.
+        # Here and not as the first step's carry, whose zeros would be written and read:
+        # XLA fuses this with the cast below.
         sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, L)
         out, lse = merge((jnp.zeros((), out.dtype), sink), (out, lse))
     out = ring.heads_first(out[..., : q.shape[-1]].astype(q.dtype))  # (B, L, H, D)
@@ -82,7 +86,7 @@ def _attend_backward(ring, residuals, cotangents):
     kv = ring.as_read(k), ring.as_read(v)
     visible = Visible(k_start, k_end)
     gradients = BackwardPass.prepare(ring, rows, kv, visible).run()
-    # Products with the scores were left without their factor until here.
+    # Kernels leave the factor `scale` out of dq and dk.
     dq = ring.scale * gradients.dq
     dk = ring.scale * gradients.dk
     depth = q.shape[-1]
@@ -94,7 +98,7 @@ def _attend_backward(ring, residuals, cotangents):
         # A key whose value is 0: dp = 0 in ds = p · (dp - delta).
         p = jnp.exp(sinks[:, None] - lse)  # (B, H, L)
         d_sinks = -(p * delta).sum(axis=(0, 2))  # (H,), of this device's queries
-        # Of a sink of -inf p is 0, and nan where a query sees no other key.
+        # For a sink of -inf p is 0, or nan where a query sees no other key.
         d_sinks = jnp.where(sinks == -jnp.inf, 0, d_sinks)
     return dq, dk, dv, d_sinks, None, None
 

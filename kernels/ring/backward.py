@@ -1,7 +1,8 @@
 """The backward pass of a ring: dq stays, dk and dv follow their keys one step behind.
 
-A chunk of device 0 in a ring of four, which goes to the next device; K is the kernel
-that computes its part of dq of the device's queries, and of dk and dv of the chunk:
+A chunk of device 0 in a ring of four accelerators, which goes to the next device; K is
+the kernel that computes its part of dq of the device's queries, and of dk and dv of the
+chunk. Device 0 runs its own one for half of its queries at a time:
 
                   step 0        step 1        step 2        step 3        after
     device 0      K (first                                                K (second
@@ -13,7 +14,8 @@ that computes its part of dq of the device's queries, and of dk and dv of the ch
     dk, dv                         0 -> 1        1 -> 2        2 -> 3        3 -> 0
 
 So in step 2 device 2 sends the chunk's keys to 3, receives dk and dv that devices 0 and
-1 have added up, and runs its kernel. A second chunk goes the other way meanwhile.
+1 have added up, and runs its kernel. A second chunk goes the other way meanwhile: its
+keys from 2 to 1, its dk and dv from 3 to 2.
 
 On accelerators the kernel computes new dk and dv while those of the step before travel,
 and XLA adds the two. Half of the local block's queries are put off to a step after the
@@ -48,7 +50,10 @@ from .loop import ChunkSums, Sums, ring_loop, run_kernels
 
 
 class Gradients(NamedTuple):
-    """dq, dk, dv (B, L, heads, D) of a device's shard; float32, without the scale."""
+    """dq (B, L, H, D), dk and dv (B, L, K, D) of a device's shard, in float32.
+
+    dq and dk are without the factor `scale`.
+    """
 
     dq: jax.Array
     dk: jax.Array
@@ -60,7 +65,7 @@ class BackwardState(NamedTuple):
 
     kv: keys and values that are here, by the numbers of their chunks.
     dq: of each head group, in the backend's form.
-    dkv: dk and dv of the chunks that the step before attended to.
+    dkv: dk and dv so far, of the chunks that some step has attended to.
     """
 
     kv: Pairs
@@ -73,12 +78,13 @@ class BackwardPass:
     """The backward pass of the queries of one device.
 
     zeros: dq of each head group before the first step, in the backend's form.
-    kernels: a backend's steps, of each chunk.
-    tables: what these read of the bounds, of each chunk and ring step.
-    visitors: dk and dv, zeros, of the chunks that only visit, if the steps are counted:
-      a loop of unknown length carries those of all chunks from the first step on.
+    kernels: a backend's `BackwardSteps`, by the numbers of chunks.
+    tables: what these read of the bounds, of all ring steps (see `BoundsTable`).
+    visitors: zeros for dk and dv of the chunks that only visit, if the steps are
+      counted: the carry of a loop of unknown length has one form from the start on.
     count: ring steps after the first, where the program counts them.
-    adds_in_place: the order of CPUs.
+    adds_in_place: whether dk and dv arrive before the kernel, which adds to them, as on
+      a CPU.
     """
 
     chunks: Chunks
@@ -135,44 +141,48 @@ class BackwardPass:
         gradients = Gradients(dq, dk, dv)
         if len(self.zeros) == 1:
             return gradients
-        # Joined groups would pass the kernels' own order on to what reads them.
+        # Joined groups would pass the kernels' memory layout on to what reads them.
         return Gradients._make(map(self.chunks.ring.heads_first, gradients))
 
     def take(self, step: RingStep, state: BackwardState) -> BackwardState:
         """Takes a ring step: sends k, v, and after them dk, dv, beside the kernels."""
-        arriving = self.chunks.send_on(state.kv, step)
-        sent = self.chunks.send_gradients(state.dkv, step, self.count)
-        dkv = state.dkv | sent
+        kv = self.chunks.send_on(state.kv, step)
+        arriving_dkv = self.chunks.send_gradients(state.dkv, step, self.count)
+        is_sending = bool(kv or arriving_dkv)
+        dkv = state.dkv | arriving_dkv
         if self.adds_in_place:
-            return self._add_to_arrived(step, state, arriving, dkv, bool(sent))
-        sums = Sums(state.dq, {})
-        dq, new = self._run_kernels(step, state.kv, sums)
-        if arriving or sent:
-            # Without the barrier XLA may start all transfers at once, or late.
-            waited, dq = self.chunks.ring.barrier_with_dq((arriving, dkv, new), dq)
-            arriving, dkv, new = waited
+            return self._add_to_arrived(step, state, kv, dkv, is_sending)
+        dq, new = self._run_kernels(step, state.kv, Sums(state.dq, {}))
+        if is_sending:  # see `ForwardPass.take`
+            held, dq = self.chunks.ring.barrier_with_dq((kv, dkv, new), dq)
+            kv, dkv, new = held
         for number, pair in new.items():
             dkv = dkv | {number: added(dkv.get(number), pair)}
-        return BackwardState(arriving, dq, dkv)
+        return BackwardState(kv, dq, dkv)
 
     def _add_to_arrived(
         self,
         step: RingStep,
         state: BackwardState,
-        arriving: Pairs,
+        kv: Pairs,
         dkv: Pairs,
-        is_sent: bool,
+        is_sending: bool,
     ) -> BackwardState:
-        """Takes a ring step in the order of CPUs: kernels add to dk and dv in place."""
-        dq = state.dq
-        if step.like <= self.chunks.schedule.last:  # after it, nothing was put off
-            dq, dkv = self._run_kernels(step, state.kv, Sums(dq, dkv))
-        if arriving or is_sent:
-            waited, dq = self.chunks.ring.barrier_with_dq((arriving, {}, dkv), dq)
-            arriving, _, dkv = waited
-        return BackwardState(arriving, dq, dkv)
+        """Takes a ring step in the order of CPUs: kernels add to what has arrived.
 
-    def add(self, number: int, kv: Pair, prepared: Any, sums: ChunkSums) -> ChunkSums:
+        kv, dkv: those of the next step, and of this one. The step after the last only
+          sends: nothing was put off.
+        """
+        dq = state.dq
+        if step.like <= self.chunks.schedule.last:
+            dq, dkv = self._run_kernels(step, state.kv, Sums(dq, dkv))
+        if is_sending:
+            (kv, dkv), dq = self.chunks.ring.barrier_with_dq((kv, dkv), dq)
+        return BackwardState(kv, dq, dkv)
+
+    def run_kernel(
+        self, number: int, kv: Pair, prepared: Any, sums: ChunkSums
+    ) -> ChunkSums:
         """Adds to dq of a head group, and to dk and dv of a chunk if it has some."""
         k, v = kv
         dq, dk, dv = self.kernels[number].add(
@@ -201,7 +211,7 @@ class BackwardPass:
         return state.dq, state.dkv
 
     def _stay(self) -> tuple[list[Any], Pairs]:
-        """Computes the gradients of the device's own keys alone, and puts off none."""
+        """Computes the gradients of the device's own keys alone, of all its queries."""
         tables = {
             number: self.chunks.table(number, kernel.prepare)
             for number, kernel in self.kernels.items()

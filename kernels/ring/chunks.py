@@ -1,8 +1,8 @@
 """The chunks of a ring's keys and values on one device: cut, bounds, sends, sums.
 
-A chunk (see `routes`) is known by its number in the schedule. What a device holds of
-chunks are dictionaries from these numbers, so that a loop over ring steps carries only
-the chunks that are under way.
+A chunk (see `routes`) is known by its number in the schedule. What a device has of
+chunks are dictionaries keyed by these numbers, so that a loop over ring steps carries
+only the chunks that are under way. Letters of shapes: see `attend`.
 """
 
 import functools
@@ -31,8 +31,9 @@ Pairs = dict[int, Pair]
 class RingStep(NamedTuple):
     """A step of a ring.
 
-    number: 0, 1, …; may be traced.
-    like: a step in which the same chunks are sent and attended to, known while tracing.
+    number: 0, 1, …; may be traced. It picks the rows of tables of bounds.
+    like: a step that sends the same keys and gradients and attends to the same chunks,
+      known while tracing, as these make the program.
     """
 
     number: jax.Array | int
@@ -45,14 +46,14 @@ class BoundsTable(NamedTuple):
     Leading axes: ring steps and intervals, (steps, m, …); of one step, (m, …).
 
     prepared: arrays of a backend's steps (`prepare`).
-    any_visible: bool, whether any query sees a key.
+    any_visible: bool, whether any query of this device sees a key.
     """
 
     prepared: Any
     any_visible: jax.Array
 
     def row(self, index: jax.Array | int) -> "BoundsTable":
-        """Returns the part at one place of the first axis."""
+        """Returns the part at an index of the first axis."""
         return jax.tree.map(lambda x: x[index], self)
 
 
@@ -87,15 +88,15 @@ class Chunks:
         k, v = self.kv
         pairs = {}
         for number, chunk in enumerate(self.schedule.chunks):
-            begin, end = chunk.slots
-            first, stop = chunk.heads
-            part = slice(None), slice(begin, end), slice(first, stop)
+            slots = slice(*chunk.slots)
+            heads = slice(*chunk.heads)
+            part = slice(None), slots, heads
             pairs[number] = k[part], v[part]
         return pairs
 
     @property
     def are_alike(self) -> bool:
-        """Returns whether all chunks have as many slots."""
+        """Returns whether all chunks have the same number of slots."""
         return len({len(range(*chunk.slots)) for chunk in self.schedule.chunks}) == 1
 
     def group(self, number: int) -> int:
@@ -114,7 +115,9 @@ class Chunks:
     # with transfers and kernels.
 
     def bounds(self, number: int, shifts: jax.Array) -> Visible:
-        """Returns the slots that queries see of the chunk from `shifts` devices before.
+        """Returns the slots that queries see of a chunk of another device.
+
+        shifts: devices from the chunk's own one to this one, below 0 the other way.
 
         Returns:
           Intervals (m, B or 1, L) within the chunk's slots.
@@ -150,11 +153,13 @@ class Chunks:
         chunk = self[number]
         stops = chunk.stops
         shifts = jnp.arange(stops.start, stops.stop, stops.step, dtype=jnp.int32)
-        bounds = jax.vmap(lambda x: self.bounds(number, x))(shifts)  # (steps, m, B, L)
+        bounds = jax.vmap(lambda x: self.bounds(number, x))(
+            shifts
+        )  # (steps, m, B or 1, L)
         if defers and chunk.first == 0:
             begin, end = chunk.slots
-            first = Visible(bounds.k_start[0], bounds.k_end[0])  # (m, B, L)
-            early, late = halves(first, end - begin)
+            local = Visible(bounds.k_start[0], bounds.k_end[0])  # (m, B or 1, L)
+            early, late = halves(local, end - begin)
             bounds = Visible(
                 jnp.concatenate(
                     [early.k_start[None], bounds.k_start[1:], late.k_start[None]]
@@ -213,7 +218,9 @@ class Chunks:
         returning = {}
         for number, pair in dkv.items():
             chunk = self[number]
-            if not 0 <= before <= chunk.last or chunk.last == 0:
+            is_begun = before >= 0
+            is_home = chunk.last == 0 or before > chunk.last
+            if not is_begun or is_home:
                 continue
             if before < chunk.last:
                 sent[number] = self.ring.shift(pair, chunk.shifts_after(before))
@@ -270,7 +277,10 @@ class Chunks:
 
 
 def of_groups(chunks: Chunks, kernels: dict[int, Steps]) -> list[Steps]:
-    """Returns the steps of a chunk of each head group; of one form in all of these."""
+    """Returns a backend's steps for each head group, those of its last chunk.
+
+    Of all chunks of a group they have carries of one form.
+    """
     of_group = {chunks.group(number): steps for number, steps in kernels.items()}
     return [of_group[group] for group in sorted(of_group)]
 
@@ -289,8 +299,9 @@ def join(parts: Sequence[jax.Array], axis: int) -> jax.Array:
 def halves(bounds: Visible, length: int) -> tuple[Visible, Visible]:
     """Splits intervals into those of the first half of the queries, and of the second.
 
-    bounds: (m, B, L) each, within [0, length]. The other half's are empty, at the end
-    of the keys or at their start: bounds must not decrease along the queries.
+    bounds: (m, B or 1, L) each, within [0, length], not decreasing along the queries.
+    Outside of its half a query's interval is empty, [length, length) in the first and
+    [0, 0) in the second, so that bounds still do not decrease.
     """
     k_start, k_end = bounds
     queries = k_start.shape[-1]

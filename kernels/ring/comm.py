@@ -20,13 +20,13 @@ LANES = 128
 """A TPU's memory pads the last dimension of arrays to a multiple of this."""
 
 HEADS_FIRST = 0, 2, 1, 3
-"""Order of axes (B, L, H, D) as (B, H, L, D)."""
+"""Order of axes, (B, L, H, D) -> (B, H, L, D), and back."""
 
 TOKENS_LAST = 0, 2, 3, 1
-"""Of the same as (B, H, D, L), in which dq is summed."""
+"""(B, L, H, D) -> (B, H, D, L), in which `blockwise` sums up dq."""
 
 TOKENS_SECOND = 0, 3, 1, 2
-"""Of that as (B, L, H, D) again."""
+"""(B, H, D, L) -> (B, L, H, D)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ring:
     size: devices in the ring.
     layout: which indices a shard holds.
     scale: factor on the scores.
-    backend: the attention step (see `backends`).
+    backend: whose kernels attend (see `backends`).
     soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
     route: ways that keys and values take, and how far.
     """
@@ -76,7 +76,7 @@ class Ring:
         return _ordered(arrays, HEADS_FIRST)
 
     def count_steps(self, visible: Visible, length: int) -> jax.Array | None:
-        """Counts the steps after which no device reads a shard that has not come yet.
+        """Counts the ring steps until every device has had each shard that it reads.
 
         The same number on all devices of the ring, and of the other axes; None for a
         route whose steps are known. length: slots of a shard.
@@ -96,12 +96,12 @@ class Ring:
         return lax.pmax(varying_over(axes, most), axes)
 
     def barrier(self, arrays: Any) -> Any:
-        """Returns the arrays as they are, once all of them are computed."""
+        """Returns the arrays as they are, once all of them are computed or here."""
         held = lax.optimization_barrier(_ordered(arrays, HEADS_FIRST))
         return _ordered(held, HEADS_FIRST)
 
     def barrier_with_dq(self, arrays: Any, dq: Any) -> tuple[Any, Any]:
-        """Returns both as they are, once all of them are computed."""
+        """Returns both as they are, once all of them are computed or here."""
         held = lax.optimization_barrier(
             (_ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_LAST))
         )
@@ -122,8 +122,8 @@ class Ring:
     def heads_first(self, x: jax.Array) -> jax.Array:
         """Lays out (B, L, H, D) as (B, H, L, D) in a TPU's memory.
 
-        Kernels may leave results as (B, H, D, L). What is made of them must not ask
-        for queries like that, which would be copied before each ring.
+        Kernels may leave results as (B, H, D, L). XLA would ask for queries in that
+        order too, and copy them before each ring.
         """
         if self.size == 1 or not is_tpu():
             return x
@@ -135,8 +135,8 @@ def _ordered(arrays: Any, order: tuple[int, ...]) -> Any:
     """Reorders the axes of arrays (B, L, H, D) for a CPU, and of those only.
 
     Elsewhere XLA orders in memory what travels as the kernels read it. On a CPU, the
-    memory of what is sent, or waits at a barrier, is in the order of its axes: without
-    another one each ring step would transpose what it reads and what it returns.
+    memory of what is sent, or waits at a barrier, is in the order of its axes: in the
+    order (B, L, H, D) each ring step would transpose what it reads and returns.
     """
     if not is_cpu():
         return arrays

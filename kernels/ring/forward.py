@@ -5,7 +5,7 @@ that goes to the next device:
 
                    step 0        step 1        step 2        step 3
     kernel on      own k, v      k, v of 3     k, v of 2     k, v of 1
-    meanwhile      own to 1      those to 1    those to 1
+    sends          own to 1      of 3 to 1     of 2 to 1
 
 With two chunks, one each way round, a step sends both and then runs both kernels: in
 step 1 on k, v of 3 in the first chunk and k, v of 1 in the second one.
@@ -41,8 +41,8 @@ class ForwardPass:
     """The forward pass of the queries of one device.
 
     queries: (B, L, heads of the group, D), of each head group.
-    kernels: a backend's steps, of each chunk.
-    tables: what these read of the bounds, of each chunk and ring step.
+    kernels: a backend's `ForwardSteps`, by the numbers of chunks.
+    tables: what these read of the bounds, of all ring steps (see `BoundsTable`).
     count: ring steps after the first, where the program counts them.
     """
 
@@ -96,11 +96,14 @@ class ForwardPass:
         arriving = self.chunks.send_on(state.kv, step)
         partial = self._attend(step, state)
         if arriving:
-            # Without the barrier XLA may start all transfers at once, or late.
+            # Without the barrier XLA may start all transfers at once, and hold all
+            # shards; or late, with nothing left to run beside them.
             arriving, partial = self.chunks.ring.barrier((arriving, partial))
         return ForwardState(arriving, partial)
 
-    def add(self, number: int, kv: Pair, prepared: Any, sums: ChunkSums) -> ChunkSums:
+    def run_kernel(
+        self, number: int, kv: Pair, prepared: Any, sums: ChunkSums
+    ) -> ChunkSums:
         """Attends to a chunk, going on from the partial result of its head group."""
         k, v = kv
         partial = self.kernels[number].attend(k, v, prepared, sums.of_group)
@@ -115,16 +118,16 @@ class ForwardPass:
         return ChunkSums(self.kernels[number].begin(nothing(queries)), None)
 
     @property
-    def _begin(self) -> ForwardState:
+    def _start(self) -> ForwardState:
         return ForwardState(self.chunks.own, [None] * len(self.queries))
 
     def _go_around(self) -> list[Any]:
-        state = ring_loop(self.chunks.schedule, self.take, self._begin, self.count)
+        state = ring_loop(self.chunks.schedule, self.take, self._start, self.count)
         return state.partial
 
     def _stay(self) -> list[Any]:
         """Attends to the device's own keys alone."""
-        return self._attend(RingStep(0, like=0), self._begin)
+        return self._attend(RingStep(0, like=0), self._start)
 
     def _attend(self, step: RingStep, state: ForwardState) -> list[Any]:
         rows = self.chunks.rows(self.tables, step)

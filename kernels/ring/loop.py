@@ -14,7 +14,7 @@ from .routes import Schedule
 
 UNROLLED_STEPS = 16
 UNROLLED_ON_TPU = 4
-"""Rings with more steps are compiled as a loop: its compile time does not grow."""
+"""Runs of as many alike steps are compiled as a loop: compile time does not grow."""
 
 LOOP_UNROLL = 2
 """Ring steps in an iteration of that loop: keys alternate between two buffers, and are
@@ -78,7 +78,7 @@ class Sums(NamedTuple):
     """What the kernels of a pass have summed so far.
 
     groups: of each head group its partial result, or dq; None before the first kernel.
-    chunks: dk and dv by the numbers of chunks; None of each in the forward.
+    chunks: dk and dv by the numbers of chunks; in the forward each is None.
     """
 
     groups: list[Any]
@@ -98,40 +98,43 @@ class RingPass(Protocol):
     @property
     def chunks(self) -> Chunks: ...
 
-    def add(self, number: int, kv: Pair, prepared: Any, sums: ChunkSums) -> ChunkSums:
+    def run_kernel(
+        self, number: int, kv: Pair, prepared: Any, sums: ChunkSums
+    ) -> ChunkSums:
         """Runs the kernel of a chunk for the bounds of one interval."""
         ...
 
     def skip(self, number: int, kv: Pair, sums: ChunkSums) -> ChunkSums:
-        """Returns the sums as they are, in the form that `add` returns."""
+        """Returns the sums as they are, in the form that `run_kernel` returns."""
         ...
 
 
 def run_kernels(
-    ring_pass: RingPass, tables: dict[int, BoundsTable], kv: Pairs, sums: Sums
+    ring_pass: RingPass, rows: dict[int, BoundsTable], kv: Pairs, sums: Sums
 ) -> Sums:
     """Runs the kernels of a ring step: of each chunk, one for each interval.
 
-    If several kernels follow a transfer, XLA schedules its start late, as if the last
-    one alone hid it; as one conditional they count as one instruction. They are skipped
-    where no query sees a key, and so is each of several intervals.
+    If several kernels follow a transfer, XLA schedules the transfer's start late, as if
+    the last one alone hid it; as one conditional they count as one instruction. All are
+    skipped on a device whose queries see no key of this step, and each of several
+    intervals that they do not see. One kernel alone always runs, on empty bounds too.
 
-    tables: rows (m, …) of the chunks that this step attends to.
+    rows: (m, …), of the chunks that this step attends to.
     """
 
     def run_all(sums: Sums) -> Sums:
-        for number, table in tables.items():
-            run = functools.partial(_run_chunk, ring_pass, number, kv[number], table)
+        for number, row in rows.items():
+            run = functools.partial(_run_chunk, ring_pass, number, kv[number], row)
             sums = _with_chunk(ring_pass.chunks, number, run, sums)
         return sums
 
     def skip_all(sums: Sums) -> Sums:
-        for number in tables:
+        for number in rows:
             skip = functools.partial(ring_pass.skip, number, kv[number])
             sums = _with_chunk(ring_pass.chunks, number, skip, sums)
         return sums
 
-    any_visible = [table.any_visible for table in tables.values()]  # (m,) each
+    any_visible = [row.any_visible for row in rows.values()]  # (m,) each
     kernels = sum(len(intervals) for intervals in any_visible)
     if kernels < 2 or ring_pass.chunks.ring.size == 1:
         return run_all(sums)
@@ -139,18 +142,18 @@ def run_kernels(
 
 
 def _run_chunk(
-    ring_pass: RingPass, number: int, kv: Pair, table: BoundsTable, sums: ChunkSums
+    ring_pass: RingPass, number: int, kv: Pair, row: BoundsTable, sums: ChunkSums
 ) -> ChunkSums:
     """Runs a chunk's kernel for each interval; of several, where a query sees keys."""
-    intervals = len(table.any_visible)
+    intervals = len(row.any_visible)
     # One object for all intervals: JAX traces a branch once for each that it sees.
     skip = functools.partial(ring_pass.skip, number, kv)
     for interval in range(intervals):
-        prepared = jax.tree.map(lambda x, m=interval: x[m], table.prepared)
-        add = functools.partial(ring_pass.add, number, kv, prepared)
+        prepared = jax.tree.map(lambda x, m=interval: x[m], row.prepared)
+        run = functools.partial(ring_pass.run_kernel, number, kv, prepared)
         if intervals == 1:
-            return add(sums)
-        sums = lax.cond(table.any_visible[interval], add, skip, sums)
+            return run(sums)
+        sums = lax.cond(row.any_visible[interval], run, skip, sums)
     return sums
 
 

@@ -1,11 +1,12 @@
 """Routes: the ways that keys and values take around a ring, and how far they go.
 
-A *chunk* is some heads, or some slots, of every shard. Each device hands it to the next
-one, or to the one before, and it stops where it is attended to:
+A *chunk* is a part of every shard, some heads and some slots or all, that travels by
+itself: from device to device, or past those that do not read it, to where it is
+attended to, its stops.
 
     AllShards     all of a shard stops at every device, one way or both ways round: a
-                  chunk for each
-    Neighbours    the slots that others read stop at those devices alone
+                  chunk each way
+    Neighbours    the slots that others read stop at the devices that read them alone
     Counted       whole shards go as far as the program counts from the bounds
 
 A route gives the `Schedule` that the ring runs, which planner and tests read. All of
@@ -39,8 +40,8 @@ class Chunk:
 
     heads: of the key/value heads. slots: of a shard's.
     stops: how many devices after its own one it is attended to, one a ring step; below
-      0 for devices before. From 0 on if its own device attends to it as this chunk too.
-      Of a counted chunk, as far as it may go.
+      0 for devices before. Begins with 0 if its own device attends to it under this
+      number too. Of a counted chunk, as far as it may go.
     """
 
     heads: Span
@@ -176,7 +177,7 @@ class Neighbours:
 class Counted:
     """Whole shards go as far as any device reads, which the program counts.
 
-    both_ways: they go both ways, to meet at most; else one way round.
+    both_ways: they go both ways, until they meet after N / 2 steps; else one way.
     other_axes: mesh axes whose rings must take the same number of steps.
     """
 
