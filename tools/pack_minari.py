@@ -11,6 +11,7 @@ dataset's own environment. The second writes the steps of the first world. Packe
 trajectories have no state after the last action: the last one stands there twice.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,27 @@ import numpy as np
 
 from data.agents.environments import INSTALL
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
+from data.json_text import parse_json
 from tasks.command_line import Parser, as_program
-from tools.lib.exorl.scenes import flat, to_agent
+from tools.lib.exorl.scenes import TRUST, environment_spec, flat, to_agent
+
+
+def check_environment(name: str, trusted: Sequence[str]) -> None:
+    """Raises ValueError, as `environment_spec`, if loading a dataset ran other code.
+
+    Minari makes the dataset's environment where one of its spaces is not recorded.
+    """
+    from minari.dataset.minari_storage import MinariStorage
+    from minari.storage.datasets_root_dir import get_dataset_path
+
+    data = Path(get_dataset_path(name)) / "data"
+    if data.exists():
+        about = MinariStorage.read_raw_metadata(data)
+        if not {"observation_space", "action_space"} <= about.keys():
+            spec = parse_json(about.get("env_spec", "{}"))
+            for field in ("apply_api_compatibility", "autoreset"):  # of old gymnasium
+                spec.pop(field, None)
+            environment_spec(json.dumps(spec), trusted)
 
 
 def pack(dataset: Any, directory: Path) -> TrajectoryFile:
@@ -79,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__)
     add = parser.add_argument
+    add("--trust-entry-point", **TRUST)
     add("--dataset", required=True, help="Minari's name of it")
     one = parser.add_mutually_exclusive_group(required=True)
     packed = "directory of packed trajectories, to which it is added"
@@ -93,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = write(TrajectoryFile.open(chosen.trajectories), chosen.dataset)
         print(f"{made.total_episodes:,} episodes written as {made.id}")
         return
+    check_environment(chosen.dataset, chosen.trust_entry_point)
     dataset = minari.load_dataset(chosen.dataset)
     print(pack(dataset, chosen.cache / "minari" / chosen.dataset).describe())
 

@@ -1,7 +1,8 @@
 """Recorded episodes: of noise in ExoRL's format, of Dark Room, and Minari's, packed."""
 
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from data.agents.dark_room import MOVES, ROOMS, record
 from data.agents.episodes import BadEpisode, read_episode
 from data.agents.exorl import Selection, pack
+from tests.small import gymnasium
 from tools import make_dark_room, make_exorl, pack_exorl, pack_minari
 from tools.lib.exorl.scenes import flat, of_agent, to_agent
 from tools.make_exorl import draw_noise
@@ -178,6 +180,31 @@ def test_actions_of_spaces_go_both_ways():
     assert of_agent(chosen, DISCRETE).tolist() == [1, 3]
     with pytest.raises(ValueError, match="neither of a Box nor of a Discrete"):
         to_agent(actions, "a text")
+
+
+def test_a_dataset_without_spaces_names_code_to_be_trusted(tmp_path, monkeypatch):
+    """Minari makes its environment when it loads it."""
+    spec = gymnasium.SPEC | {"autoreset": False}
+    about = {"observation_space": "{}", "env_spec": json.dumps(spec)}
+    packages = gymnasium.modules()
+    for name in ("minari", "minari.dataset", "minari.storage"):
+        packages[name] = ModuleType(name)
+    storage = SimpleNamespace(read_raw_metadata=lambda folder: about)
+    packages["minari.dataset.minari_storage"] = SimpleNamespace(MinariStorage=storage)
+    folders = SimpleNamespace(get_dataset_path=lambda name: tmp_path / name)
+    packages["minari.storage.datasets_root_dir"] = folders
+    for name, module in packages.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    touch = "tests.small.gymnasium:touch"
+    (tmp_path / "some/data").mkdir(parents=True)
+    pack_minari.check_environment("some", [])
+    about["env_spec"] = json.dumps(gymnasium.SPEC | {"entry_point": touch})
+    pack_minari.check_environment("some", [touch])
+    pack_minari.check_environment("none", [])
+    with pytest.raises(ValueError, match=f"give --trust-entry-point {touch}"):
+        pack_minari.check_environment("some", [])
+    about["action_space"] = "{}"
+    pack_minari.check_environment("some", [])
 
 
 def test_a_dataset_is_packed_with_flat_observations(tmp_path):

@@ -48,6 +48,7 @@ from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Actor, actor, chance
 from tools.lib.exorl.play import Context, Play, contexts
+from tools.lib.exorl.scenes import TRUST
 from tools.lib.exorl.scores import of_worlds, scores
 from tools.lib.files import write_json
 from training.weights import SavedParameters
@@ -103,7 +104,8 @@ def evaluate(
     # Dark Room's neighbours have numbers next to each other.
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
     asked = ["empty"] if config.agent.chain_length == 1 else options.contexts
-    needed = contexts(file, worlds, seeds, options.random, asked)
+    trusted = options.trust_entry_point
+    needed = contexts(file, worlds, seeds, options.random, asked, trusted)
     run = AgentRun.of(config, jax.devices())
     agent, origin = _agent(run, options, file)
     of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
@@ -240,6 +242,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
     split = "of the worlds to act in (default: %(default)s)"
     add("--split", choices=SPLITS, default="test", help=split)
+    add("--trust-entry-point", **TRUST)
     return parser.parse_known_args(arguments)
 
 

@@ -7,6 +7,7 @@ one-hot, returns observations, rewards (E,), and whether the rows' episodes ende
 has ended may be stepped on; nothing that comes of it counts before the next reset.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,14 @@ import numpy as np
 from data.agents.dark_room import ROOMS, DarkRoom
 from data.agents.environments import Environment
 from data.agents.trajectory_file import TrajectoryFile
+
+TRUST: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "MODULE:NAME",
+    "help": "code of the recorded environment that may run, beside gymnasium's own",
+}
+"""Argument of programs that make recorded environments; see `environment_spec`."""
 
 Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
@@ -105,6 +114,41 @@ def of_agent(actions: np.ndarray, space: Any) -> np.ndarray:
     return (space.low + share * (space.high - space.low)).astype(space.dtype)
 
 
+def environment_spec(description: str, trusted: Sequence[str] = ()) -> Any:
+    """Returns the `gymnasium.EnvSpec` that a description, its JSON, stands for.
+
+    gymnasium imports and calls whatever a spec names, also for its wrappers. So a spec
+    may name gymnasium's own environments and wrappers, and what is trusted.
+
+    trusted: entry points, MODULE:NAME each.
+
+    Raises:
+      ImportError: gymnasium is missing.
+      ValueError: the description is not a spec, or names another entry point.
+    """
+    import gymnasium
+    from gymnasium.envs.registration import EnvSpec
+
+    try:
+        spec = EnvSpec.from_json(description)
+        named = [spec.entry_point, *(x.entry_point for x in spec.additional_wrappers)]
+    except (KeyError, TypeError, ValueError, gymnasium.error.Error) as error:
+        raise ValueError(f"the recorded environment is no spec: {error!r}") from error
+    registered = [known.entry_point for known in gymnasium.registry.values()]
+    # Without those that are imported when they are asked for: they import others.
+    wrappers = [x for x in vars(gymnasium.wrappers).values() if isinstance(x, type)]
+    wrappers.remove(gymnasium.wrappers.RecordVideo)  # writes wherever it is told to
+    own = [f"{wrapper.__module__}:{wrapper.__name__}" for wrapper in wrappers]
+    for entry_point in named:
+        if entry_point not in (*registered, *own, *trusted):
+            raise ValueError(
+                "the recorded environment's code must be gymnasium's own, got "
+                f"{entry_point!r}: if you trust that code, and only then, give "
+                f"--trust-entry-point {entry_point}"
+            )
+    return spec
+
+
 @dataclass
 class GymnasiumRows:
     """A `gymnasium.vector.VectorEnv` as agents see it."""
@@ -112,17 +156,24 @@ class GymnasiumRows:
     environments: Any
 
     @classmethod
-    def of(cls, description: str, rows: int) -> "GymnasiumRows":
-        """Makes rows of an environment; description: its `EnvSpec` as JSON.
+    def of(
+        cls, description: str, rows: int, trusted: Sequence[str] = ()
+    ) -> "GymnasiumRows":
+        """Makes rows of an environment; description, trusted: see `environment_spec`.
 
         Raises:
           ImportError: gymnasium, or what the environment is made of, is missing.
+          ValueError: as `environment_spec`, or the environment cannot be made.
         """
         import gymnasium
-        from gymnasium.envs.registration import EnvSpec
 
-        spec = EnvSpec.from_json(description)
-        return cls(gymnasium.make_vec(spec, rows, vectorization_mode="sync"))
+        spec = environment_spec(description, trusted)
+        # Not by make_vec: keyword arguments of the spec can make that call other code.
+        make = functools.partial(gymnasium.make, spec)
+        try:
+            return cls(gymnasium.vector.SyncVectorEnv([make] * rows))
+        except (TypeError, AttributeError, gymnasium.error.Error) as error:
+            raise ValueError(f"{spec.id} cannot be made: {error}") from error
 
     def reset(self, *, seed: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
         observations, notes = self.environments.reset(seed=seed)
@@ -134,14 +185,19 @@ class GymnasiumRows:
         return flat(observations), *rest
 
 
-def scene(file: TrajectoryFile, worlds: np.ndarray) -> Scene:
+def scene(
+    file: TrajectoryFile, worlds: np.ndarray, trusted: Sequence[str] = ()
+) -> Scene:
     """Returns where agents act in the trajectories' task; worlds: int (E,), of rows.
+
+    trusted: as of `environment_spec`.
 
     Raises:
       ImportError: dm_control or gymnasium is missing.
+      ValueError: as `GymnasiumRows.of`.
     """
     if description := file.index.get("environment"):
-        return GymnasiumRows.of(description, len(worlds))
+        return GymnasiumRows.of(description, len(worlds), trusted)
     task = file.index["domain"], file.index["task"]
     if task[0] == "dark_room":
         room = ROOMS[task[1]]
