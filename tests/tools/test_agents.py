@@ -187,6 +187,25 @@ def test_a_context_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     assert 1e8 < actors.device_memory(device) < 1e13
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "said"),
+    [
+        ([EPISODE_STEPS] * 3, {}, "context must have at most 16 steps, got 17"),
+        ([EPISODE_STEPS + 1] * 2, {}, "episode_steps=7, got one of 8 or more"),
+        ([EPISODE_STEPS + 1, 1], {"drawn": 1}, "=7, got one of 8 or more"),
+    ],
+    ids=["a third episode", "a long one", "a long prompt"],
+)
+def test_steps_that_a_context_has_no_room_for_are_refused(
+    agent, file, lengths, options, said
+):
+    """Else they would overwrite others, and the returns be printed."""
+    lengths = {number: [steps] * ROWS for number, steps in enumerate(lengths)}
+    scenes = episodes(*lengths, lengths=lengths)
+    with pytest.raises(ValueError, match=said):
+        played(agent, file, scenes=scenes, **options)
+
+
 def choice(actions: Actions, temperature: float = 1, hold: int = 1) -> Choice:
     return Choice(actions, temperature, np.random.default_rng(0), hold)
 

@@ -77,6 +77,19 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
             )
 
 
+def _check_limit(config: ml_collections.ConfigDict, limit: int | None) -> None:
+    """Raises ValueError if episodes of an environment may be longer than an agent's.
+
+    limit: actions of an episode; None: not known, so that the agent counts them.
+    """
+    if limit is not None and limit > config.agent.episode_steps:
+        raise ValueError(
+            f"{config.agent.episode_steps=} must be at least {limit}, the steps of an "
+            "episode of this environment, whatever was recorded: train the agent with "
+            f"config.agent.episode_steps={limit}"
+        )
+
+
 def _longest(options: argparse.Namespace) -> int:
     """Returns the most episodes in a context."""
     own = min(options.episodes, options.window or options.episodes)
@@ -106,6 +119,7 @@ def evaluate(
     asked = ["empty"] if config.agent.chain_length == 1 else options.contexts
     trusted = options.trust_entry_point
     needed = contexts(file, worlds, seeds, options.random, asked, trusted)
+    _check_limit(config, next(iter(needed.values())).scenes[0][0].limit)
     run = AgentRun.of(config, jax.devices())
     agent, origin = _agent(run, options, file)
     of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1

@@ -90,6 +90,7 @@ class Actor:
     fill: (steps (E, S), empty cache) -> cache of them.
     has_one_token: whether a step is one token, with the reward of the step before.
     device_bytes: bytes that its context takes on each device.
+    room: steps that a context can have. episode_steps: that an episode can have.
     """
 
     choose: Choice
@@ -98,13 +99,44 @@ class Actor:
     fill: Callable[[ChainBatch, Cache], Cache]
     has_one_token: bool
     device_bytes: int
+    room: int
+    episode_steps: int
 
     def forget(self) -> None:
         """Begins an empty context."""
         self._cache, self._before, self._position = self.empty(), None, np.int32(0)
+        self._taken = 0
+
+    def _take(self, steps: ChainBatch, count: int) -> None:
+        """Counts steps that the context gets.
+
+        A compiled program does not know: it would overwrite slots, and read steps with
+        the timestep of others.
+
+        Raises:
+          ValueError: they are more than it has room for, or than an episode may have.
+        """
+        self._taken += count
+        longest = int(steps.timesteps.max()) + 1
+        if longest > self.episode_steps:
+            raise ValueError(
+                f"episodes must end within config.agent.episode_steps="
+                f"{self.episode_steps}, got one of {longest} or more: train the agent "
+                "with as many steps as an episode of the environment may have"
+            )
+        if self._taken > self.room:
+            raise ValueError(
+                f"a context must have at most {self.room} steps, got {self._taken}: "
+                "make the agent for more episodes"
+            )
 
     def act(self, present: ChainBatch) -> np.ndarray:
-        """Returns actions as a `Policy`; of rows that wait nothing is seen."""
+        """Returns actions as a `Policy`; of rows that wait nothing is seen.
+
+        Raises:
+          ValueError: the context is full, or the episode too long.
+        """
+        self._take(present, 1)
         # What stands before the first steps, at position -1, is not read.
         before = self._before or jax.tree.map(np.zeros_like, present)
         steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
@@ -134,6 +166,7 @@ class Actor:
         Those with a loss weight of 0 come last in each row, and are not taken.
         """
         self._position = (done.loss_weights > 0).sum(axis=1, dtype=np.int32)
+        self._take(done, int(self._position.max()))
         rows = np.arange(len(self._position))
         self._before = jax.tree.map(lambda x: x[rows, self._position - 1], done)
         known = of_step_before(done) if self.has_one_token else done
@@ -195,6 +228,8 @@ def actor(
         functools.partial(_reader(run, operations, cache), parameters),
         config.agent.step_tokens == 1,
         held,
+        steps,
+        config.agent.episode_steps,
     )
 
 

@@ -30,7 +30,13 @@ Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 class Scene(Protocol):
-    """What is used of `gymnasium.vector.VectorEnv`."""
+    """What is used of `gymnasium.vector.VectorEnv`.
+
+    limit: actions of an episode, unless it ends before; None if there is no limit.
+    """
+
+    @property
+    def limit(self) -> int | None: ...
 
     def reset(self, *, seed: list[int]) -> tuple[np.ndarray, dict[str, Any]]: ...
 
@@ -68,6 +74,10 @@ class Rooms:
 
     room: DarkRoom
     goals: np.ndarray
+
+    @property
+    def limit(self) -> int:
+        return self.room.steps
 
     def reset(self, *, seed: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
         self._places = np.broadcast_to(np.array(self.room.start), self.goals.shape)
@@ -154,6 +164,7 @@ class GymnasiumRows:
     """A `gymnasium.vector.VectorEnv` as agents see it."""
 
     environments: Any
+    limit: int | None
 
     @classmethod
     def of(
@@ -168,10 +179,11 @@ class GymnasiumRows:
         import gymnasium
 
         spec = environment_spec(description, trusted)
+        limit = spec.max_episode_steps
         # Not by make_vec: keyword arguments of the spec can make that call other code.
         make = functools.partial(gymnasium.make, spec)
         try:
-            return cls(gymnasium.vector.SyncVectorEnv([make] * rows))
+            return cls(gymnasium.vector.SyncVectorEnv([make] * rows), limit)
         except (TypeError, AttributeError, gymnasium.error.Error) as error:
             raise ValueError(f"{spec.id} cannot be made: {error}") from error
 
