@@ -161,12 +161,13 @@ def test_files_of_rooms_have_worlds_targets_and_a_learner_that_learns(tmp_path):
 
 # Spaces of gymnasium as agents see them, and Minari's episodes.
 
-BOX = SimpleNamespace(
-    low=np.array([[-2.0, 0.0]]),
-    high=np.array([[2.0, 4.0]]),
-    shape=(1, 2),
-    dtype=np.dtype(np.float32),
-)
+
+def box(low, high, dtype=np.float32):
+    low, high = np.array(low, dtype), np.array(high, dtype)
+    return SimpleNamespace(low=low, high=high, shape=low.shape, dtype=low.dtype)
+
+
+BOX = box([[-2.0, 0.0]], [[2.0, 4.0]])
 DISCRETE = SimpleNamespace(n=3, start=1)
 
 
@@ -178,8 +179,61 @@ def test_actions_of_spaces_go_both_ways():
     chosen = to_agent(np.array([1, 3]), DISCRETE)
     assert chosen.tolist() == [[1, 0, 0], [0, 0, 1]]
     assert of_agent(chosen, DISCRETE).tolist() == [1, 3]
-    with pytest.raises(ValueError, match="neither of a Box nor of a Discrete"):
-        to_agent(actions, "a text")
+    # A number with one value has that value, whatever an agent says.
+    constant = box([-1.0, 3.0], [0.7, 3.0])
+    one = to_agent(np.array([[0.7, 3.0]]), constant)  # of float64
+    np.testing.assert_allclose(one, [[1.0, -1.0]], rtol=1e-6)
+    np.testing.assert_allclose(of_agent(-one, constant), [[-1.0, 3.0]], rtol=1e-6)
+    # Whole numbers come back, also where their range is too wide for their type.
+    whole = box([-128], [127], np.int8)
+    every = np.arange(-128, 128, dtype=np.int8)[:, None]
+    agents = to_agent(every, whole)
+    assert (agents[0], agents[-1]) == (-1, 1)
+    np.testing.assert_array_equal(of_agent(agents, whole), every, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("actions", "space", "said"),
+    [
+        ([[[1.0, 1.0]], [[2.5, 1.0]]], BOX, r"got \[\[2.5, 1.0\]\] in step 1"),
+        ([[[1.0, -0.5]]], BOX, r"got \[\[1.0, -0.5\]\] in step 0"),
+        ([[[1.0, np.nan]]], BOX, r"got \[\[1.0, nan\]\] in step 0"),
+        ([[1.0, 1.0]], BOX, r"float32 of shape \(1, 2\), .* float64 of shape \(2,\)"),
+        ([[0.5]], box([0], [3], np.int64), "must be int64 of .* got float64"),
+        ([[0.5]], box([-np.inf], [np.inf]), "must have finite bounds"),
+        ([[0.5]], box([-3e38], [3e38]), "must have finite bounds"),
+        ([1, 4], DISCRETE, "got 4 in step 1"),
+        ([1, 0], DISCRETE, "got 0 in step 1"),
+        ([1.0], DISCRETE, "must be int64 .* got float64"),
+        ([[1, 0]], SimpleNamespace(n=2), "Box or of a Discrete, got .*n=2"),
+        (
+            ([[1.0]], [1]),
+            SimpleNamespace(spaces=()),
+            "Box or of a Discrete, got .*spaces",
+        ),
+    ],
+)
+def test_actions_that_their_space_does_not_have_are_named(
+    tmp_path, actions, space, said
+):
+    episode = SimpleNamespace(
+        observations=np.zeros((len(actions) + 1, 1)),
+        actions=actions,
+        rewards=np.zeros(len(actions)),
+    )
+    dataset = SimpleNamespace(
+        id="x", env_spec=None, action_space=space, iterate_episodes=lambda: [episode]
+    )
+    with np.errstate(over="ignore"), pytest.raises(ValueError, match=said) as error:
+        pack_minari.pack(dataset, tmp_path / "packed")
+    assert str(error.value).startswith("episode 0: ")
+    if space is BOX and "in step" in said and "nan" not in said:
+        file = pack_minari.pack(dataset, tmp_path / "clipped", clip=True)
+        assert np.abs(file.read(np.arange(len(actions)))[:, 1:3]).max() == 1
+    episode.actions, dataset.action_space = [0.0], box(-1, 1)
+    episode.observations = ["left", "right"]
+    with pytest.raises(ValueError, match="episode 0: observations must be numbers"):
+        pack_minari.pack(dataset, tmp_path / "texts")
 
 
 def test_a_dataset_without_spaces_names_code_to_be_trusted(tmp_path, monkeypatch):
@@ -212,7 +266,7 @@ def test_a_dataset_is_packed_with_flat_observations(tmp_path):
     rng, episodes = np.random.default_rng(5), []
     for length in 4, 2:
         seen = {
-            "z": rng.normal(size=(length + 1, 2, 2)),
+            "z": (rng.normal(size=(length + 1, 2)), rng.normal(size=(length + 1, 2))),
             "a": rng.normal(size=length + 1),
         }
         rewards = rng.uniform(size=length)
@@ -235,6 +289,7 @@ def test_a_dataset_is_packed_with_flat_observations(tmp_path):
     last = file.read(np.arange(4, 6))
     seen = episodes[1].observations
     np.testing.assert_allclose(last[:, 0], seen["a"][:2], rtol=1e-6)
-    np.testing.assert_allclose(last[:, 1:5], seen["z"][:2].reshape(2, 4), rtol=1e-6)
+    both = np.concatenate(seen["z"], axis=1)
+    np.testing.assert_allclose(last[:, 1:5], both[:2], rtol=1e-6)
     assert (last[:, 5:8].argmax(axis=1) + 1 == episodes[1].actions).all()
     assert flat(seen).shape == (3, 5)

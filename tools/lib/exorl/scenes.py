@@ -94,34 +94,93 @@ class Rooms:
 
 
 def flat(observations: Any) -> np.ndarray:
-    """Returns observations, arrays or dictionaries of them, as float32 (rows, size)."""
+    """Returns observations as float32 (rows, size).
+
+    observations: arrays of numbers, or dictionaries or tuples of them.
+
+    Raises:
+      ValueError: they are others, as texts.
+    """
     if isinstance(observations, dict):
-        parts = [flat(observations[name]) for name in sorted(observations)]
-        return np.concatenate(parts, axis=-1)
-    return np.asarray(observations, np.float32).reshape(len(observations), -1)
+        observations = tuple(observations[name] for name in sorted(observations))
+    if isinstance(observations, tuple):
+        return np.concatenate([flat(part) for part in observations], axis=-1)
+    try:
+        numbers = np.asarray(observations, np.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"observations must be numbers, got {error}") from error
+    return numbers.reshape(len(observations), -1)
 
 
-def _discrete(space: Any) -> bool:
+def _is_discrete(space: Any) -> bool:
     """Whether actions of the space are one number of several, and not of a Box."""
-    if hasattr(space, "n") == hasattr(space, "low"):
-        raise ValueError(f"actions of {space} are neither of a Box nor of a Discrete")
-    return hasattr(space, "n")
+    is_discrete = hasattr(space, "n") and hasattr(space, "start")
+    if not is_discrete and not hasattr(space, "low"):
+        raise ValueError(f"actions must be of a Box or of a Discrete, got {space}")
+    return is_discrete
 
 
-def to_agent(actions: np.ndarray, space: Any) -> np.ndarray:
-    """Returns a space's actions (rows, …) in [-1, 1], or one-hot: float32 (rows, A)."""
-    if _discrete(space):
+def _bounds(box: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the least numbers of a Box and how far the largest are above, as floats.
+
+    Raises:
+      ValueError: that is not finite.
+    """
+    low = box.low * 1.0  # differences of small integers would wrap around
+    width = box.high * 1.0 - low
+    if not np.isfinite(width).all():
+        raise ValueError(
+            f"a Box of actions must have finite bounds, got {box}: agents know them as "
+            "-1 and 1; record the dataset with bounds"
+        )
+    return low, width
+
+
+def to_agent(actions: Any, space: Any) -> np.ndarray:
+    """Returns a space's actions (rows, …) in [-1, 1], or one-hot: float32 (rows, A).
+
+    A number that can have one value is -1.
+
+    Raises:
+      ValueError: the space is neither a Box with finite bounds nor a Discrete, or an
+        action is not in it.
+    """
+    is_discrete = _is_discrete(space)
+    actions = np.asarray(actions)
+    shape = () if is_discrete else space.shape
+    dtype = np.dtype(np.int64 if is_discrete else space.dtype)
+    if actions.shape[1:] != shape or not np.can_cast(actions.dtype, dtype, "same_kind"):
+        raise ValueError(
+            f"actions must be {dtype} of shape {shape}, as {space} has them, got "
+            f"{actions.dtype} of shape {actions.shape[1:]}"
+        )
+    if is_discrete:
+        inside = (actions >= space.start) & (actions < space.start + space.n)
+    else:
+        low, width = _bounds(space)
+        held = actions.astype(dtype)  # 0.7 of float64 is above that of float32
+        inside = (held >= space.low) & (held <= space.high)
+    inside = inside.reshape(len(actions), -1).all(axis=1)
+    if not inside.all():
+        step = int(np.argmin(inside))
+        raise ValueError(
+            f"actions must be in {space}, got {actions[step].tolist()} in step {step}"
+        )
+    if is_discrete:
         return np.eye(space.n, dtype=np.float32)[actions - space.start]
-    share = (actions - space.low) / (space.high - space.low)
+    share = (actions - low) / np.where(width == 0, 1, width)
     return flat(2 * share - 1)
 
 
 def of_agent(actions: np.ndarray, space: Any) -> np.ndarray:
     """Returns the space's actions (rows, …) of those that `to_agent` makes of them."""
-    if _discrete(space):
+    if _is_discrete(space):
         return actions.argmax(axis=-1) + space.start
-    share = (actions.reshape(-1, *space.shape) + 1) / 2
-    return (space.low + share * (space.high - space.low)).astype(space.dtype)
+    low, width = _bounds(space)
+    actions = low + (actions.reshape(-1, *space.shape) + 1) / 2 * width
+    if np.issubdtype(space.dtype, np.integer):
+        actions = np.rint(actions)
+    return actions.astype(space.dtype)
 
 
 def environment_spec(description: str, trusted: Sequence[str] = ()) -> Any:
