@@ -112,8 +112,6 @@ def read_returns(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
 def _by_world(results: dict[str, Any]) -> dict[str, Any]:
     """Returns results with the mean of the rows of each world, and how each was drawn.
 
-    Of one world the rows stay, as there would be nothing to take an interval of.
-
     Raises:
       ValueError, KeyError, TypeError: they have another form, or are of worlds that
         the agent was trained on.
@@ -135,7 +133,7 @@ def _by_world(results: dict[str, Any]) -> dict[str, Any]:
             )
         # Rows that do not name their worlds are of one each.
         of_rows = np.array(results.get("worlds", range(len(returns))))
-        # Of one world the rows are independent of each other.
+        # Rows of one world stay, for an interval; they are independent of each other.
         is_one = len(np.unique(of_rows)) == 1
         groups = np.arange(len(returns)) if is_one else of_rows
         outcome["returns"] = of_worlds(returns, groups)
@@ -144,9 +142,8 @@ def _by_world(results: dict[str, Any]) -> dict[str, Any]:
         outcome["best_before"] = of_worlds(best, groups)
         before = len(outcome["recorded_returns"][0])
         outcome["before"] = before
-        outcome["drawn"] = f"{before} + {returns.shape[1]} episodes, {how}"
-        if is_one:  # runs are averaged row by row
-            outcome["drawn"] += f", {len(returns)} rows"
+        means = f"{len(outcome['returns'])} worlds or rows"
+        outcome["drawn"] = f"{before} + {returns.shape[1]} episodes, {how}, {means}"
         if not name.startswith(RANDOM):
             CONTEXTS[name]
     results["worlds"] = np.unique(of_rows).tolist()
@@ -196,10 +193,7 @@ def of_runs(runs: Runs, context: str, part: str = "returns") -> np.ndarray:
 
 
 def bounds(runs: Runs, context: str) -> np.ndarray:
-    """Returns low, mean and high of returns, (3, n).
-
-    95 % over seeds and worlds, or over seeds and the rows of one world.
-    """
+    """Returns low, mean and high (95 % over seeds and worlds) of returns, (3, n)."""
     each = map(interval, np.moveaxis(of_runs(runs, context), -1, 0))
     parts = [[b[part] for part in ("low", "mean", "high")] for b in each]
     return np.array(parts).T

@@ -11,7 +11,6 @@ the dataset's own environment. The second writes the steps of the first world. P
 trajectories have no state after the last action: the last one stands there twice.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,27 +20,21 @@ import numpy as np
 
 from data.agents.environments import INSTALL
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
-from data.json_text import parse_json
 from tasks.command_line import Parser, as_program
-from tools.lib.exorl.scenes import TRUST, environment_spec, flat, to_agent
+from tools.lib.exorl.scenes import flat, to_agent
 
 
-def check_environment(name: str, trusted: Sequence[str]) -> None:
-    """Raises ValueError, as `environment_spec`, if loading a dataset ran other code.
-
-    Minari makes the dataset's environment where one of its spaces is not recorded.
-    """
+def check_spaces(name: str) -> None:
+    """Raises ValueError if Minari, to know a dataset's spaces, would run its code."""
     from minari.dataset.minari_storage import MinariStorage
     from minari.storage.datasets_root_dir import get_dataset_path
 
-    data = Path(get_dataset_path(name)) / "data"
-    if data.exists():
-        about = MinariStorage.read_raw_metadata(data)
-        if not {"observation_space", "action_space"} <= about.keys():
-            spec = parse_json(about.get("env_spec", "{}"))
-            for field in ("apply_api_compatibility", "autoreset"):  # of old gymnasium
-                spec.pop(field, None)
-            environment_spec(json.dumps(spec), trusted)
+    about = MinariStorage.read_raw_metadata(Path(get_dataset_path(name)) / "data")
+    if not {"observation_space", "action_space"} <= about.keys():
+        raise ValueError(
+            f"{name} must have an observation_space and an action_space in its "
+            "metadata: without them Minari runs the code that it names as environment"
+        )
 
 
 def pack(dataset: Any, directory: Path, clip: bool = False) -> TrajectoryFile:
@@ -108,7 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--trust-entry-point", **TRUST)
     clip = "pack the nearest action of their Box for those outside"
     add("--clip-actions", action="store_true", help=clip)
     add("--dataset", required=True, help="Minari's name of it")
@@ -125,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = write(TrajectoryFile.open(chosen.trajectories), chosen.dataset)
         print(f"{made.total_episodes:,} episodes written as {made.id}")
         return
-    check_environment(chosen.dataset, chosen.trust_entry_point)
+    check_spaces(chosen.dataset)
     dataset = minari.load_dataset(chosen.dataset)
     directory = chosen.cache / "minari" / chosen.dataset
     print(pack(dataset, directory, chosen.clip_actions).describe())

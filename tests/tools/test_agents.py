@@ -190,9 +190,13 @@ def test_a_context_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
 @pytest.mark.parametrize(
     ("lengths", "options", "said"),
     [
-        ([EPISODE_STEPS] * 3, {}, "context must have at most 16 steps, got 17"),
-        ([EPISODE_STEPS + 1] * 2, {}, "episode_steps=7, got one of 8 or more"),
-        ([EPISODE_STEPS + 1, 1], {"drawn": 1}, "=7, got one of 8 or more"),
+        (
+            [EPISODE_STEPS] * 3,
+            {},
+            "at most 16 steps, and an episode .*=7, got 17 and 3",
+        ),
+        ([EPISODE_STEPS + 1] * 2, {}, "agent.episode_steps=7, got 8 and 8"),
+        ([EPISODE_STEPS + 1, 1], {"drawn": 1}, "episode_steps=7, got 8 and 8"),
     ],
     ids=["a third episode", "a long one", "a long prompt"],
 )

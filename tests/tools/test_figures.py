@@ -107,7 +107,7 @@ def test_of_one_world_intervals_are_of_its_rows(tmp_path):
     below = results((-np.array(rows)).tolist(), **made | {"target": -1.0})
     low, high = returns(read(tmp_path, below)).axes[0].get_ylim()
     assert low < -9.5 and high > 0
-    with pytest.raises(ValueError, match="episodes, .*, 2 rows.* 3 rows"):
+    with pytest.raises(ValueError, match="episodes, .*, 2 worlds or rows.* 3 w"):
         read(tmp_path, one, results(rows[:2], 1, **made | {"worlds": [7] * 2}))
 
 

@@ -10,7 +10,6 @@ import pytest
 from data.agents.dark_room import MOVES, ROOMS, record
 from data.agents.episodes import BadEpisode, read_episode
 from data.agents.exorl import Selection, pack
-from tests.small import gymnasium
 from tools import make_dark_room, make_exorl, pack_exorl, pack_minari
 from tools.lib.exorl.scenes import flat, of_agent, to_agent
 from tools.make_exorl import draw_noise
@@ -198,13 +197,10 @@ def test_actions_of_spaces_go_both_ways():
         ([[[1.0, 1.0]], [[2.5, 1.0]]], BOX, r"got \[\[2.5, 1.0\]\] in step 1"),
         ([[[1.0, -0.5]]], BOX, r"got \[\[1.0, -0.5\]\] in step 0"),
         ([[[1.0, np.nan]]], BOX, r"got \[\[1.0, nan\]\] in step 0"),
-        ([[1.0, 1.0]], BOX, r"float32 of shape \(1, 2\), .* float64 of shape \(2,\)"),
-        ([[0.5]], box([0], [3], np.int64), "must be int64 of .* got float64"),
         ([[0.5]], box([-np.inf], [np.inf]), "must have finite bounds"),
         ([[0.5]], box([-3e38], [3e38]), "must have finite bounds"),
         ([1, 4], DISCRETE, "got 4 in step 1"),
         ([1, 0], DISCRETE, "got 0 in step 1"),
-        ([1.0], DISCRETE, "must be int64 .* got float64"),
         ([[1, 0]], SimpleNamespace(n=2), "Box or of a Discrete, got .*n=2"),
         (
             ([[1.0]], [1]),
@@ -232,33 +228,29 @@ def test_actions_that_their_space_does_not_have_are_named(
         assert np.abs(file.read(np.arange(len(actions)))[:, 1:3]).max() == 1
     episode.actions, dataset.action_space = [0.0], box(-1, 1)
     episode.observations = ["left", "right"]
-    with pytest.raises(ValueError, match="episode 0: observations must be numbers"):
+    with pytest.raises(ValueError, match="episode 0: .*'left'"):
         pack_minari.pack(dataset, tmp_path / "texts")
 
 
-def test_a_dataset_without_spaces_names_code_to_be_trusted(tmp_path, monkeypatch):
-    """Minari makes its environment when it loads it."""
-    spec = gymnasium.SPEC | {"autoreset": False}
-    about = {"observation_space": "{}", "env_spec": json.dumps(spec)}
-    packages = gymnasium.modules()
-    for name in ("minari", "minari.dataset", "minari.storage"):
-        packages[name] = ModuleType(name)
+def test_a_dataset_without_spaces_is_refused(tmp_path, monkeypatch, capsys):
+    """Minari would make its environment, and so run what it names, to know them."""
+    about = {"observation_space": "{}", "env_spec": "{}"}
     storage = SimpleNamespace(read_raw_metadata=lambda folder: about)
-    packages["minari.dataset.minari_storage"] = SimpleNamespace(MinariStorage=storage)
     folders = SimpleNamespace(get_dataset_path=lambda name: tmp_path / name)
-    packages["minari.storage.datasets_root_dir"] = folders
-    for name, module in packages.items():
+    modules = {"minari.dataset.minari_storage": SimpleNamespace(MinariStorage=storage)}
+    modules["minari.storage.datasets_root_dir"] = folders
+    modules |= {name: ModuleType(name) for name in ("minari.dataset", "minari.storage")}
+    loaded = []
+    modules["minari"] = SimpleNamespace(load_dataset=loaded.append)
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    touch = "tests.small.gymnasium:touch"
-    (tmp_path / "some/data").mkdir(parents=True)
-    pack_minari.check_environment("some", [])
-    about["env_spec"] = json.dumps(gymnasium.SPEC | {"entry_point": touch})
-    pack_minari.check_environment("some", [touch])
-    pack_minari.check_environment("none", [])
-    with pytest.raises(ValueError, match=f"give --trust-entry-point {touch}"):
-        pack_minari.check_environment("some", [])
+    words = ["--dataset", "some/data-v0", "--cache", str(tmp_path)]
+    assert pack_minari.main(words) == 1
+    error = capsys.readouterr().err
+    assert "some/data-v0 must have an observation_space and an action_space" in error
+    assert not loaded
     about["action_space"] = "{}"
-    pack_minari.check_environment("some", [])
+    pack_minari.check_spaces("some/data-v0")
 
 
 def test_a_dataset_is_packed_with_flat_observations(tmp_path):

@@ -48,7 +48,6 @@ from tasks.generation import config_to_ask, newest_parameters
 from tools.lib.benchmarks.rows import Environment, check_output
 from tools.lib.exorl.agents import Actor, actor, chance
 from tools.lib.exorl.play import Context, Play, contexts
-from tools.lib.exorl.scenes import TRUST
 from tools.lib.exorl.scores import of_worlds, scores
 from tools.lib.files import write_json
 from training.weights import SavedParameters
@@ -78,15 +77,12 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
 
 
 def _check_limit(config: ml_collections.ConfigDict, limit: int | None) -> None:
-    """Raises ValueError if episodes of an environment may be longer than an agent's.
-
-    limit: actions of an episode; None: not known, so that the agent counts them.
-    """
+    """Raises ValueError if episodes of an environment may be longer than an agent's."""
     if limit is not None and limit > config.agent.episode_steps:
         raise ValueError(
-            f"{config.agent.episode_steps=} must be at least {limit}, the steps of an "
-            "episode of this environment, whatever was recorded: train the agent with "
-            f"config.agent.episode_steps={limit}"
+            f"{config.agent.episode_steps=} must be at least {limit}, as the "
+            "environment's episodes may have more steps than the recorded ones: train "
+            f"the agent with config.agent.episode_steps={limit}"
         )
 
 
@@ -256,7 +252,9 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
     split = "of the worlds to act in (default: %(default)s)"
     add("--split", choices=SPLITS, default="test", help=split)
-    add("--trust-entry-point", **TRUST)
+    trust = {"action": "append", "default": [], "metavar": "MODULE:NAME"}
+    trusted = "code that a recorded environment may run, beside gymnasium's own"
+    add("--trust-entry-point", **trust, help=trusted)
     return parser.parse_known_args(arguments)
 
 

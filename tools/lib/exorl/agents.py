@@ -108,34 +108,21 @@ class Actor:
         self._taken = 0
 
     def _take(self, steps: ChainBatch, count: int) -> None:
-        """Counts steps that the context gets.
+        """Counts steps of the context; ValueError if it or an episode has too many.
 
-        A compiled program does not know: it would overwrite slots, and read steps with
-        the timestep of others.
-
-        Raises:
-          ValueError: they are more than it has room for, or than an episode may have.
+        The compiled programs would overwrite slots, and clip timesteps.
         """
         self._taken += count
         longest = int(steps.timesteps.max()) + 1
-        if longest > self.episode_steps:
+        if longest > self.episode_steps or self._taken > self.room:
             raise ValueError(
-                f"episodes must end within config.agent.episode_steps="
-                f"{self.episode_steps}, got one of {longest} or more: train the agent "
-                "with as many steps as an episode of the environment may have"
-            )
-        if self._taken > self.room:
-            raise ValueError(
-                f"a context must have at most {self.room} steps, got {self._taken}: "
-                "make the agent for more episodes"
+                f"a context must have at most {self.room} steps, and an episode "
+                f"config.agent.episode_steps={self.episode_steps}, got {self._taken} "
+                f"and {longest}: train with as many as the environment's episodes have"
             )
 
     def act(self, present: ChainBatch) -> np.ndarray:
-        """Returns actions as a `Policy`; of rows that wait nothing is seen.
-
-        Raises:
-          ValueError: the context is full, or the episode too long.
-        """
+        """Returns actions as a `Policy`; of rows that wait nothing is seen."""
         self._take(present, 1)
         # What stands before the first steps, at position -1, is not read.
         before = self._before or jax.tree.map(np.zeros_like, present)

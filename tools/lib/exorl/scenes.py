@@ -18,14 +18,6 @@ from data.agents.dark_room import ROOMS, DarkRoom
 from data.agents.environments import Environment
 from data.agents.trajectory_file import TrajectoryFile
 
-TRUST: dict[str, Any] = {
-    "action": "append",
-    "default": [],
-    "metavar": "MODULE:NAME",
-    "help": "code of the recorded environment that may run, beside gymnasium's own",
-}
-"""Argument of programs that make recorded environments; see `environment_spec`."""
-
 Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
@@ -94,22 +86,15 @@ class Rooms:
 
 
 def flat(observations: Any) -> np.ndarray:
-    """Returns observations as float32 (rows, size).
+    """Returns observations, arrays or dictionaries or tuples of them.
 
-    observations: arrays of numbers, or dictionaries or tuples of them.
-
-    Raises:
-      ValueError: they are others, as texts.
+    They are float32 (rows, size).
     """
     if isinstance(observations, dict):
         observations = tuple(observations[name] for name in sorted(observations))
     if isinstance(observations, tuple):
         return np.concatenate([flat(part) for part in observations], axis=-1)
-    try:
-        numbers = np.asarray(observations, np.float32)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"observations must be numbers, got {error}") from error
-    return numbers.reshape(len(observations), -1)
+    return np.asarray(observations, np.float32).reshape(len(observations), -1)
 
 
 def _is_discrete(space: Any) -> bool:
@@ -120,102 +105,50 @@ def _is_discrete(space: Any) -> bool:
     return is_discrete
 
 
-def _bounds(box: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least numbers of a Box and how far the largest are above, as floats.
-
-    Raises:
-      ValueError: that is not finite.
-    """
-    low = box.low * 1.0  # differences of small integers would wrap around
-    width = box.high * 1.0 - low
-    if not np.isfinite(width).all():
-        raise ValueError(
-            f"a Box of actions must have finite bounds, got {box}: agents know them as "
-            "-1 and 1; record the dataset with bounds"
-        )
-    return low, width
+def _bounds(space: Any) -> tuple[Any, Any]:
+    """Returns the least and the largest action of a space."""
+    if _is_discrete(space):
+        return space.start, space.start + space.n - 1
+    # As floats: differences of small integers would wrap around.
+    low, high = space.low * 1.0, space.high * 1.0
+    if not np.isfinite(high - low).all():
+        raise ValueError(f"a Box of actions must have finite bounds, got {space}")
+    return low, high
 
 
 def to_agent(actions: Any, space: Any) -> np.ndarray:
     """Returns a space's actions (rows, …) in [-1, 1], or one-hot: float32 (rows, A).
 
-    A number that can have one value is -1.
-
     Raises:
-      ValueError: the space is neither a Box with finite bounds nor a Discrete, or an
-        action is not in it.
+      ValueError: the space is neither a bounded Box nor a Discrete, or has no such
+        actions.
     """
-    is_discrete = _is_discrete(space)
+    low, high = _bounds(space)
     actions = np.asarray(actions)
-    shape = () if is_discrete else space.shape
-    dtype = np.dtype(np.int64 if is_discrete else space.dtype)
-    if actions.shape[1:] != shape or not np.can_cast(actions.dtype, dtype, "same_kind"):
-        raise ValueError(
-            f"actions must be {dtype} of shape {shape}, as {space} has them, got "
-            f"{actions.dtype} of shape {actions.shape[1:]}"
-        )
-    if is_discrete:
-        inside = (actions >= space.start) & (actions < space.start + space.n)
-    else:
-        low, width = _bounds(space)
-        held = actions.astype(dtype)  # 0.7 of float64 is above that of float32
-        inside = (held >= space.low) & (held <= space.high)
+    held = actions.astype(np.float32)  # 0.7 of float64 is above that of float32
+    inside = (held >= np.float32(low)) & (held <= np.float32(high))
     inside = inside.reshape(len(actions), -1).all(axis=1)
     if not inside.all():
         step = int(np.argmin(inside))
         raise ValueError(
             f"actions must be in {space}, got {actions[step].tolist()} in step {step}"
         )
-    if is_discrete:
-        return np.eye(space.n, dtype=np.float32)[actions - space.start]
-    share = (actions - low) / np.where(width == 0, 1, width)
+    if _is_discrete(space):
+        return np.eye(space.n, dtype=np.float32)[actions - low]
+    share = (actions - low) / np.where(low == high, 1, high - low)
     return flat(2 * share - 1)
 
 
 def of_agent(actions: np.ndarray, space: Any) -> np.ndarray:
     """Returns the space's actions (rows, …) of those that `to_agent` makes of them."""
+    low, high = _bounds(space)
     if _is_discrete(space):
-        return actions.argmax(axis=-1) + space.start
-    low, width = _bounds(space)
-    actions = low + (actions.reshape(-1, *space.shape) + 1) / 2 * width
+        return actions.argmax(axis=-1) + low
+    share = (actions.reshape(-1, *space.shape) + 1) / 2
+    actions = low + share * (high - low)
     if np.issubdtype(space.dtype, np.integer):
         actions = np.rint(actions)
     return actions.astype(space.dtype)
-
-
-def environment_spec(description: str, trusted: Sequence[str] = ()) -> Any:
-    """Returns the `gymnasium.EnvSpec` that a description, its JSON, stands for.
-
-    gymnasium imports and calls whatever a spec names, also for its wrappers. So a spec
-    may name gymnasium's own environments and wrappers, and what is trusted.
-
-    trusted: entry points, MODULE:NAME each.
-
-    Raises:
-      ImportError: gymnasium is missing.
-      ValueError: the description is not a spec, or names another entry point.
-    """
-    import gymnasium
-    from gymnasium.envs.registration import EnvSpec
-
-    try:
-        spec = EnvSpec.from_json(description)
-        named = [spec.entry_point, *(x.entry_point for x in spec.additional_wrappers)]
-    except (KeyError, TypeError, ValueError, gymnasium.error.Error) as error:
-        raise ValueError(f"the recorded environment is no spec: {error!r}") from error
-    registered = [known.entry_point for known in gymnasium.registry.values()]
-    # Without those that are imported when they are asked for: they import others.
-    wrappers = [x for x in vars(gymnasium.wrappers).values() if isinstance(x, type)]
-    wrappers.remove(gymnasium.wrappers.RecordVideo)  # writes wherever it is told to
-    own = [f"{wrapper.__module__}:{wrapper.__name__}" for wrapper in wrappers]
-    for entry_point in named:
-        if entry_point not in (*registered, *own, *trusted):
-            raise ValueError(
-                "the recorded environment's code must be gymnasium's own, got "
-                f"{entry_point!r}: if you trust that code, and only then, give "
-                f"--trust-entry-point {entry_point}"
-            )
-    return spec
 
 
 @dataclass
@@ -229,22 +162,38 @@ class GymnasiumRows:
     def of(
         cls, description: str, rows: int, trusted: Sequence[str] = ()
     ) -> "GymnasiumRows":
-        """Makes rows of an environment; description, trusted: see `environment_spec`.
+        """Makes rows of an environment; description: its `EnvSpec` as JSON.
+
+        trusted: entry points, MODULE:NAME each, which may be called besides those of
+          gymnasium's own environments and wrappers.
 
         Raises:
           ImportError: gymnasium, or what the environment is made of, is missing.
-          ValueError: as `environment_spec`, or the environment cannot be made.
+          ValueError: the description names other code, or makes no environment.
         """
         import gymnasium
+        from gymnasium.envs.registration import EnvSpec
 
-        spec = environment_spec(description, trusted)
-        limit = spec.max_episode_steps
-        # Not by make_vec: keyword arguments of the spec can make that call other code.
-        make = functools.partial(gymnasium.make, spec)
+        registered = [spec.entry_point for spec in gymnasium.registry.values()]
+        # Without those that it imports when they are asked for, which import others.
+        wrappers = [x for x in vars(gymnasium.wrappers).values() if isinstance(x, type)]
+        wrappers.remove(gymnasium.wrappers.RecordVideo)  # writes wherever it is told to
+        own = [f"{wrapper.__module__}:{wrapper.__name__}" for wrapper in wrappers]
         try:
-            return cls(gymnasium.vector.SyncVectorEnv([make] * rows), limit)
-        except (TypeError, AttributeError, gymnasium.error.Error) as error:
-            raise ValueError(f"{spec.id} cannot be made: {error}") from error
+            spec = EnvSpec.from_json(description)
+            for named in (spec, *spec.additional_wrappers):
+                if named.entry_point not in (*registered, *own, *trusted):
+                    raise ValueError(
+                        "code of a recorded environment must be gymnasium's own, got "
+                        f"{named.entry_point!r}: if you trust it, and only then, give "
+                        f"--trust-entry-point {named.entry_point}"
+                    )
+            # Not by make_vec, which takes another entry point if the spec asks for it.
+            make = functools.partial(gymnasium.make, spec)
+            environments = gymnasium.vector.SyncVectorEnv([make] * rows)
+        except (AttributeError, KeyError, TypeError, gymnasium.error.Error) as error:
+            raise ValueError(f"the environment cannot be made: {error!r}") from error
+        return cls(environments, spec.max_episode_steps)
 
     def reset(self, *, seed: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
         observations, notes = self.environments.reset(seed=seed)
@@ -261,7 +210,7 @@ def scene(
 ) -> Scene:
     """Returns where agents act in the trajectories' task; worlds: int (E,), of rows.
 
-    trusted: as of `environment_spec`.
+    trusted: as of `GymnasiumRows.of`.
 
     Raises:
       ImportError: dm_control or gymnasium is missing.
