@@ -264,7 +264,8 @@ def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
             axes.set_ylabel("return", color=INK)
             axes.spines[["top", "right"]].set_visible(False)
             # Of an axis with 0, so that a level's label stays below the title.
-            low, high = min(axes.dataLim.y0, 0), max(axes.dataLim.y1, 0)
+            low = min(axes.dataLim.y0, 0)
+            high = max(axes.dataLim.y1, 0)
             margin = 0.06 * (high - low) or 1
             axes.set_ylim(low - margin * (low < 0), high + margin)
             below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 1}

@@ -86,10 +86,7 @@ class Rooms:
 
 
 def flat(observations: Any) -> np.ndarray:
-    """Returns observations, arrays or dictionaries or tuples of them.
-
-    They are float32 (rows, size).
-    """
+    """Returns observations, arrays or dicts or tuples of them: float32 (rows, size)."""
     if isinstance(observations, dict):
         observations = tuple(observations[name] for name in sorted(observations))
     if isinstance(observations, tuple):
@@ -97,31 +94,23 @@ def flat(observations: Any) -> np.ndarray:
     return np.asarray(observations, np.float32).reshape(len(observations), -1)
 
 
-def _is_discrete(space: Any) -> bool:
-    """Whether actions of the space are one number of several, and not of a Box."""
-    is_discrete = hasattr(space, "n") and hasattr(space, "start")
-    if not is_discrete and not hasattr(space, "low"):
-        raise ValueError(f"actions must be of a Box or of a Discrete, got {space}")
-    return is_discrete
-
-
 def _bounds(space: Any) -> tuple[Any, Any]:
-    """Returns the least and the largest action of a space."""
-    if _is_discrete(space):
+    """Returns the least and the largest action of a Discrete or a bounded Box."""
+    if hasattr(space, "n") and hasattr(space, "start"):
         return space.start, space.start + space.n - 1
-    # As floats: differences of small integers would wrap around.
-    low, high = space.low * 1.0, space.high * 1.0
-    if not np.isfinite(high - low).all():
-        raise ValueError(f"a Box of actions must have finite bounds, got {space}")
-    return low, high
+    if hasattr(space, "low"):
+        low = space.low * 1.0  # differences of small integers would wrap around
+        high = space.high * 1.0
+        if np.isfinite(high - low).all():
+            return low, high
+    raise ValueError(f"actions must be of a bounded Box or of a Discrete, got {space}")
 
 
 def to_agent(actions: Any, space: Any) -> np.ndarray:
     """Returns a space's actions (rows, …) in [-1, 1], or one-hot: float32 (rows, A).
 
     Raises:
-      ValueError: the space is neither a bounded Box nor a Discrete, or has no such
-        actions.
+      ValueError: an action is not in the space, or that is of another kind.
     """
     low, high = _bounds(space)
     actions = np.asarray(actions)
@@ -131,9 +120,10 @@ def to_agent(actions: Any, space: Any) -> np.ndarray:
     if not inside.all():
         step = int(np.argmin(inside))
         raise ValueError(
-            f"actions must be in {space}, got {actions[step].tolist()} in step {step}"
+            f"actions must be in {space}, got {actions[step].tolist()} in step {step}: "
+            "--clip-actions packs the nearest of a Box"
         )
-    if _is_discrete(space):
+    if hasattr(space, "n"):
         return np.eye(space.n, dtype=np.float32)[actions - low]
     share = (actions - low) / np.where(low == high, 1, high - low)
     return flat(2 * share - 1)
@@ -142,7 +132,7 @@ def to_agent(actions: Any, space: Any) -> np.ndarray:
 def of_agent(actions: np.ndarray, space: Any) -> np.ndarray:
     """Returns the space's actions (rows, …) of those that `to_agent` makes of them."""
     low, high = _bounds(space)
-    if _is_discrete(space):
+    if hasattr(space, "n"):
         return actions.argmax(axis=-1) + low
     share = (actions.reshape(-1, *space.shape) + 1) / 2
     actions = low + share * (high - low)
