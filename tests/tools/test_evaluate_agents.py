@@ -228,7 +228,7 @@ def test_a_recorded_environment_is_refused_before_its_code_runs(
     assert not ran.exists()
 
 
-def test_code_that_is_named_as_trusted_runs(tmp_path, monkeypatch):
+def test_code_that_is_named_as_trusted_runs(task, tmp_path, monkeypatch, capsys):
     for name, module in gymnasium.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     known = {"name": "x", "entry_point": "tests.small.gymnasium:Wrapper", "kwargs": {}}
@@ -236,10 +236,14 @@ def test_code_that_is_named_as_trusted_runs(tmp_path, monkeypatch):
     own = recorded(tmp_path / "own", additional_wrappers=[known])
     assert len(scene(own, np.zeros(3, int)).environments) == 3
     path = {"path": str(tmp_path / "ran")}
-    file = recorded(tmp_path / "other", entry_point=touch, kwargs=path)
+    fields = {"entry_point": touch, "kwargs": path, "max_episode_steps": 5}
+    file = recorded(tmp_path / "other", **fields)
     with pytest.raises(ValueError, match="gymnasium's own"):
         scene(file, np.zeros(1, int), ["tests.small.gymnasium:Ramp", "touch"])
-    assert scene(file, np.zeros(1, int), [touch]).limit == 4
+    flags = [*task[1], f"--config.data.trajectories={file.directory}"]
+    flags += ["--trust-entry-point", "other:Code", "--trust-entry-point", touch]
+    assert main([*flags, "--output", str(tmp_path / "x.json")]) == 1
+    assert "episode_steps=4 must be at least 5" in capsys.readouterr().err
     assert (tmp_path / "ran").exists()
 
 
