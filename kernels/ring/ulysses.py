@@ -24,8 +24,8 @@ from ..precision import accumulator_type
 Pair = tuple[jax.Array, jax.Array]
 
 
-class Heads(NamedTuple):
-    """Heads as they are shared out over U devices.
+class HeadShares(NamedTuple):
+    """HeadShares as they are shared out over U devices.
 
     group: query heads of each of the K given key/value heads, zero heads included.
     copies: of each of these key/value heads; they divide its group.
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
         return self.kv_heads * self.group // self.copies
 
 
-def share_heads(heads: int, kv_heads: int, devices: int) -> Heads:
+def share_heads(heads: int, kv_heads: int, devices: int) -> HeadShares:
     """Shares out H query and K key/value heads over the devices of a Ulysses axis.
 
     Returns:
@@ -50,7 +50,7 @@ def share_heads(heads: int, kv_heads: int, devices: int) -> Heads:
     """
     group = heads // kv_heads
     ways = (
-        Heads(padded, copies, -(-kv_heads * copies // devices) * devices)
+        HeadShares(padded, copies, -(-kv_heads * copies // devices) * devices)
         for padded in range(group, group + devices)
         for copies in range(1, padded + 1)
         if padded % copies == 0
@@ -100,7 +100,7 @@ def over_heads(
     return _without_zeros(out, 2, sizes, way), _without_zeros(lse, 1, sizes, way)
 
 
-def _with_zeros(x: jax.Array, axis: int, kv_heads: int, way: Heads) -> jax.Array:
+def _with_zeros(x: jax.Array, axis: int, kv_heads: int, way: HeadShares) -> jax.Array:
     """Adds zero heads to H along an axis: in each group, then behind them all."""
     groups = (*x.shape[:axis], kv_heads, -1, *x.shape[axis + 1 :])
     more = way.group - x.shape[axis] // kv_heads
@@ -110,7 +110,7 @@ def _with_zeros(x: jax.Array, axis: int, kv_heads: int, way: Heads) -> jax.Array
 
 
 def _without_zeros(
-    x: jax.Array, axis: int, sizes: tuple[int, int], way: Heads
+    x: jax.Array, axis: int, sizes: tuple[int, int], way: HeadShares
 ) -> jax.Array:
     """Undoes `_with_zeros`. sizes: query heads of a group, and key/value heads."""
     group, kv_heads = sizes
@@ -120,7 +120,7 @@ def _without_zeros(
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _with_copies(x: jax.Array, way: Heads) -> jax.Array:
+def _with_copies(x: jax.Array, way: HeadShares) -> jax.Array:
     """Repeats the heads of k or v (B, T, K, D), and adds zero heads behind them."""
     x = _repeated(x, way.copies)
     return _padded(x, 2, way.kv_heads - x.shape[2])

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import layouts as layout
 from kernels import masks
 from kernels.compiler import compiler_options
-from kernels.ring.ulysses import Heads, share_heads
+from kernels.ring.ulysses import HeadShares, share_heads
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import COVERING, Case
@@ -63,7 +63,8 @@ def test_heads_over_devices_match_one_device(devices, case, name, dtype, rng):
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, devices, way", table("kernels.txt", "heads", Heads=Heads)
+    "heads, kv_heads, devices, way",
+    table("kernels.txt", "heads", HeadShares=HeadShares),
 )
 def test_key_heads_are_repeated_only_as_far_as_needed(heads, kv_heads, devices, way):
     found = share_heads(heads, kv_heads, devices)
