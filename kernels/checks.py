@@ -4,11 +4,9 @@ All raise a ValueError that names what is wrong, and what would do. Values are c
 where they are known while tracing.
 """
 
-import functools
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -25,28 +23,6 @@ MOST = float(np.finfo("f4").max)
 """Normal float32 numbers: kernels compute scores in it."""
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
-
-GONE = {
-    "keep_tail": 'save "attention_out" and "attention_lse" of all tokens, or of none',
-    "walks": "order the mesh's devices, as ring_devices does; one_way=True goes one "
-    "way round",
-}
-"""Arguments that rings had once, and what to do instead."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def refuses_gone(make: Callable[P, R]) -> Callable[P, R]:
-    """Wraps a function so that it refuses arguments of GONE in a line of their own."""
-
-    @functools.wraps(make)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in GONE.keys() & kwargs.keys():
-            raise ValueError(f"{name} is gone: {GONE[name]}")
-        return make(*args, **kwargs)
-
-    return called
 
 
 def known(array: Array | int) -> np.ndarray | None:

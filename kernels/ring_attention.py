@@ -88,7 +88,6 @@ def ring_attention(
     return (out, lse) if with_lse else out
 
 
-@checks.refuses_gone
 def make_ring_attention(
     mesh: Mesh,
     *,
