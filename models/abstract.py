@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from models.memory import Partition
+from models.memory import Axes, Partition
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Model:
         partition: Partition,
         *,
         trained: type[nnx.Param] = nnx.Param,
-        frozen_dtype: Any = jnp.float32,
+        frozen_dtype: DTypeLike = jnp.float32,
     ) -> "Model":
         """Traces `build`, from a key to the module with its parameters.
 
@@ -49,39 +50,51 @@ class Model:
         Raises:
           ValueError: a parameter does not divide over the mesh.
         """
-        kinds = trained, nnx.Param
 
         def create(key: jax.Array) -> Any:
-            return nnx.to_pure_dict(nnx.state(build(key), *kinds)[0])
+            state, _ = nnx.state(build(key), trained, nnx.Param)
+            return nnx.to_pure_dict(state)
 
-        def narrowed(shape: jax.ShapeDtypeStruct, names: tuple) -> Any:
+        def narrowed(shape: jax.ShapeDtypeStruct, names: Axes) -> jax.ShapeDtypeStruct:
             dtype = frozen_dtype if "embed" in names else shape.dtype
             return jax.ShapeDtypeStruct(shape.shape, dtype)
 
+        def check(shape: jax.ShapeDtypeStruct, names: Axes) -> None:
+            partition.spec(names, shape.shape)  # raises
+
         abstract = nnx.eval_shape(build, jax.random.key(0))
-        structure, *states = nnx.split(abstract, *kinds)
-        shapes, frozen = map(nnx.to_pure_dict, states)
-        axes, frozen_axes = map(_axes, states)
-        for tree, names in ((shapes, axes), (frozen, frozen_axes)):
-            jax.tree.map(lambda s, n: partition.spec(n, s.shape), tree, names)
-        frozen = jax.tree.map(narrowed, frozen, frozen_axes)
-        return cls(config, structure, shapes, axes, create, frozen, frozen_axes)
+        structure, trained_state, frozen_state = nnx.split(abstract, trained, nnx.Param)
+        shapes = nnx.to_pure_dict(trained_state)
+        axes = _axes(trained_state)
+        frozen_shapes = nnx.to_pure_dict(frozen_state)
+        frozen_axes = _axes(frozen_state)
+        jax.tree.map(check, shapes, axes)
+        jax.tree.map(check, frozen_shapes, frozen_axes)
+        return cls(
+            config,
+            structure,
+            shapes,
+            axes,
+            create,
+            frozen_shapes=jax.tree.map(narrowed, frozen_shapes, frozen_axes),
+            frozen_axes=frozen_axes,
+        )
 
 
 def joined(trained: Any, frozen: Any) -> Any:
     """Returns one tree of two trees of parameters that have none in common."""
-    both = {
-        name: joined(trained[name], frozen[name]) for name in trained if name in frozen
-    }
-    return {**frozen, **trained, **both}
+    tree = {**frozen, **trained}
+    for name in trained.keys() & frozen.keys():
+        tree[name] = joined(trained[name], frozen[name])
+    return tree
 
 
 def _axes(state: nnx.State) -> dict:
     """Returns the names of every parameter's axes, a tree like the parameters."""
 
-    def names(parameter: nnx.Param) -> tuple[str | None, ...]:
+    def names(parameter: nnx.Param) -> Axes:
         stacked = parameter.get_value().ndim - len(parameter.axes)
         return (None,) * stacked + parameter.axes  # scanned layers come first
 
-    flat = nnx.to_flat_state(state)
-    return nnx.traversals.unflatten_mapping({path: names(p) for path, p in flat})
+    flat = {path: names(parameter) for path, parameter in nnx.to_flat_state(state)}
+    return nnx.traversals.unflatten_mapping(flat)

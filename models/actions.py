@@ -17,9 +17,9 @@ class Actions:
     """Actions of a kind.
 
     kind: "continuous", in [-1, 1], of which the mean is predicted; "binned", the same
-      in `bins` values of each number, of which logits are: any distribution, as that of
-      one who may push to either side, and not to the middle; or "discrete", one-hot, of
-      which logits are.
+      in `bins` values of each number, of which logits are predicted: any distribution,
+      such as one with a mode on either side and none between; or "discrete", one-hot,
+      of which logits are predicted.
 
     Raises:
       ValueError: the kind is unknown, or there are too few bins.
@@ -39,7 +39,7 @@ class Actions:
 
     @property
     def predicted_size(self) -> int:
-        """Numbers that are predicted of a step, P."""
+        """Returns how many numbers are predicted of a step, P."""
         return self.size * (self.bins if self.kind == "binned" else 1)
 
     def bounded(self, values: jax.Array) -> jax.Array:

@@ -5,19 +5,29 @@ B (rank, outputs): x W becomes x W + alpha / rank · (x Aᵀ) B. Only they are t
 """
 
 import math
-import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.memory import RESIDUAL, Axes, Partition
+from models.memory import RESIDUAL, Axes, Partition, Weight
 from models.sizes import Lora
 
 FACTORS = "a", "b"
 """Ends of the names of an adapter's parameters: `query_a` and `query_b`."""
+
+
+Whole = Mapping[str, Weight]
+"""Weights by name, as `over_whole` gives them to a device's function."""
+
+
+class WithHeads(Protocol):
+    """A module whose matrices `multiply_whole` multiplies with."""
+
+    partition: Partition
+    lora: Lora
 
 
 def adapt(module: nnx.Module, lora: Lora, rngs: nnx.Rngs, **inputs: int) -> None:
@@ -27,33 +37,42 @@ def adapt(module: nnx.Module, lora: Lora, rngs: nnx.Rngs, **inputs: int) -> None
 
     inputs: how many of the leading axes of a matrix are its inputs, by its name.
     """
-    for name in (name for name in lora.matrices if name in inputs):
-        matrix, count = getattr(module, name), inputs[name]
-        sides = matrix.shape[:count], matrix.shape[count:]
-        bound = math.prod(sides[0]) ** -0.5
-        shapes = [(lora.rank, *side) for side in sides]
+    for name in lora.matrices:
+        if name not in inputs:
+            continue
+        matrix = getattr(module, name)
+        count = inputs[name]
+        a_shape = (lora.rank, *matrix.shape[:count])
+        b_shape = (lora.rank, *matrix.shape[count:])
+        bound = math.prod(matrix.shape[:count]) ** -0.5
         a = jax.random.uniform(
-            rngs.params(), shapes[0], jnp.float32, minval=-bound, maxval=bound
+            rngs.params(), a_shape, jnp.float32, minval=-bound, maxval=bound
         )
-        names = matrix.axes[:count], matrix.axes[count:]
-        factors = zip(
-            FACTORS, (a, jnp.zeros(shapes[1], jnp.float32)), names, strict=True
-        )
-        for end, values, axes in factors:
-            # Each factor has one axis that is shared out as parameters are.
-            rank = None if "embed" in axes else "embed"
-            setattr(module, f"{name}_{end}", nnx.LoRAParam(values, axes=(rank, *axes)))
+        b = jnp.zeros(b_shape, jnp.float32)
+        setattr(module, f"{name}_a", _factor(a, matrix.axes[:count]))
+        setattr(module, f"{name}_b", _factor(b, matrix.axes[count:]))
 
 
-def with_factors(module: nnx.Module, *names: str) -> dict[str, nnx.Param]:
+def _factor(values: jax.Array, axes: Axes) -> nnx.LoRAParam:
+    """Makes a factor (rank, …) of a matrix; axes: names of those after the rank."""
+    # One axis of each factor is sharded as parameters are: the rank, if no other is.
+    rank = None if "embed" in axes else "embed"
+    return nnx.LoRAParam(values, axes=(rank, *axes))
+
+
+def with_factors(module: object, *matrices: str) -> dict[str, nnx.Param]:
     """Returns these matrices of a module, and the factors that it has of them."""
-    wanted = (n for name in names for n in (name, *(f"{name}_{e}" for e in FACTORS)))
-    return {name: getattr(module, name) for name in wanted if hasattr(module, name)}
+    parameters = {}
+    for matrix in matrices:
+        for name in (matrix, *(f"{matrix}_{end}" for end in FACTORS)):
+            if hasattr(module, name):
+                parameters[name] = getattr(module, name)
+    return parameters
 
 
 def over_whole(
     partition: Partition,
-    function: Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array],
+    function: Callable[[jax.Array, Whole], jax.Array],
     x: jax.Array,
     parameters: Mapping[str, nnx.Param],
     sides: tuple[Axes, Axes],
@@ -71,27 +90,30 @@ def over_whole(
     parts: what is used of some parameters; None for all of all.
     chunk: tokens that weights are used for at a time; 0 for all of them.
     """
-    weights = {n: (parts or {}).get(n, p) for n, p in parameters.items()}
+    weights = {name: parameter[...] for name, parameter in parameters.items()}
+    if parts is not None:
+        weights = {name: parts.get(name, weight) for name, weight in weights.items()}
     axes = {name: parameter.axes for name, parameter in parameters.items()}
 
     def local(x: jax.Array, *shards: jax.Array) -> jax.Array:
-        whole = {}
+        whole: dict[str, Weight] = {}
         is_once = not 0 < chunk < math.prod(x.shape[:2])
-        for (name, weight), shard in zip(weights.items(), shards, strict=True):
+        for name, shard in zip(weights, shards, strict=True):
             if "embed" not in axes[name]:
                 whole[name] = partition.vary(shard, but=summed)
                 continue
-            place = axes[name].index("embed")
-            size = weight.shape[place]
+            axis = axes[name].index("embed")
+            size = weights[name].shape[axis]
             is_factor = name.rpartition("_")[2] in FACTORS
-            take = (
-                partition.multiplier if is_once and not is_factor else partition.gather
-            )
-            whole[name] = take(shard, place, size, x.dtype)
+            # A multiplier gathers in every product: it is for weights used once.
+            if is_once and not is_factor:
+                whole[name] = partition.multiplier(shard, axis, size, x.dtype)
+            else:
+                whole[name] = partition.gather(shard, axis, size, x.dtype)
         return function(partition.vary(x), whole)
 
     call = partition.over_shards(local, (sides[0], *axes.values()), sides[1])
-    return call(x, *(weight[...] for weight in weights.values()))
+    return call(x, *weights.values())
 
 
 @jax.custom_vjp
@@ -108,7 +130,8 @@ def _fork_forward(x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
 
 
 def _fork_backward(_: None, terms: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    return (jax.lax.optimization_barrier(operator.add(*terms)),)
+    first, second = terms
+    return (jax.lax.optimization_barrier(first + second),)
 
 
 fork.defvjp(_fork_forward, _fork_backward)
@@ -116,7 +139,7 @@ fork.defvjp(_fork_forward, _fork_backward)
 
 def multiply(
     x: jax.Array,
-    weights: Mapping[str, jax.Array],
+    weights: Whole,
     name: str,
     lora: Lora,
     inputs: int = 1,
@@ -131,16 +154,18 @@ def multiply(
         return _contract(x, weights[name], inputs)
     x, other = fork(x)
     y = _contract(other, weights[name], inputs)
-    a, b = (weights[f"{name}_{end}"] for end in FACTORS)
-    z = lora.scale * _contract(x, a, inputs, first=1)  # (…, rank)
+    z = lora.scale * _contract(x, weights[f"{name}_a"], inputs, first=1)  # (…, rank)
+    b = weights[f"{name}_b"]  # (rank, …)
+    assert isinstance(b, jax.Array)  # factors have no multiplier
     # With a batch axis, for which layers that keep their products do not keep this one
     # beside that of the matrix: it costs little to compute again.
-    z, b = z[None], b.astype(x.dtype)[None]
+    z = z[None]
+    b = b.astype(x.dtype)[None]
     return y + jax.lax.dot_general(z, b, (((z.ndim - 1,), (1,)), ((0,), (0,))))[0]
 
 
 def multiply_whole(
-    module: Any,
+    module: WithHeads,
     x: jax.Array,
     name: str,
     sides: tuple[Axes, Axes],
@@ -151,9 +176,10 @@ def multiply_whole(
     sides: names of the axes of x and of the result; a residual is summed over heads.
     parts: as of `over_whole`.
     """
-    partition, inputs = module.partition, len(sides[0]) - 2
+    partition = module.partition
+    inputs = len(sides[0]) - 2
 
-    def local(x: jax.Array, whole: Mapping[str, jax.Array]) -> jax.Array:
+    def local(x: jax.Array, whole: Whole) -> jax.Array:
         y = multiply(x, whole, name, module.lora, inputs)
         return partition.total(y, ("heads",)) if sides[1] == RESIDUAL else y
 
@@ -162,9 +188,10 @@ def multiply_whole(
     )
 
 
-def _contract(x: jax.Array, weight: jax.Array, count: int, first: int = 0) -> jax.Array:
+def _contract(x: jax.Array, weight: Weight, count: int, first: int = 0) -> jax.Array:
     """Sums over the last axes of x, and over as many of a weight from `first` on."""
     if callable(weight):
         return weight(x, count)
-    last, matched = range(-1, -1 - count, -1), range(first + count - 1, first - 1, -1)
-    return jnp.tensordot(x, weight.astype(x.dtype), ([*last], [*matched]))
+    axes_of_x = [*range(-1, -1 - count, -1)]
+    axes_of_weight = [*range(first + count - 1, first - 1, -1)]
+    return jnp.tensordot(x, weight.astype(x.dtype), (axes_of_x, axes_of_weight))

@@ -17,7 +17,7 @@ sequence is gathered, and no token is apart from its step.
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from flax import nnx
 from models import cache as caches
 from models.actions import BINS, KINDS, Actions
 from models.attention import Attend
-from models.cache import EMPTY, Cache
+from models.cache import EMPTY, Cache, CacheOperations
 from models.decoder import Decoder
 from models.layers import INITIAL_STDDEV, matrix
 from models.memory import Execution, Partition, scan_chunks
@@ -46,7 +46,7 @@ class Steps(Protocol):
 
     returns_to_go, rewards, completions: float32 (B, S). observations: float32 (B, S,
     observation size), standardised. actions: float32 (B, S, A). timesteps, positions:
-    int32 (B, S), places in the episode and in the chain.
+    int32 (B, S), numbers of a step in its episode and in the chain.
     """
 
     returns_to_go: jax.Array
@@ -115,7 +115,26 @@ def _normalise(
     return x * jax.lax.rsqrt(variance + epsilon) * scale + bias
 
 
-class Agent(Decoder):
+class StepWeights(NamedTuple):
+    """A device's parameters of what comes before the layers.
+
+    returns, observations, actions, outcomes: (numbers of the part, E), embeddings of a
+      step's four parts; outcomes are reward and completion.
+    modalities: (4, E), added to the parts. timesteps: (steps of an episode, E).
+    scale, bias: (E,), of the norm.
+    """
+
+    returns: jax.Array
+    observations: jax.Array
+    actions: jax.Array
+    outcomes: jax.Array
+    modalities: jax.Array
+    timesteps: jax.Array
+    scale: jax.Array
+    bias: jax.Array
+
+
+class Agent(Decoder[AgentConfig]):
     """Decoder from steps to the actions to take in them.
 
     What comes before and after the layers is small, and every device has all of it.
@@ -164,12 +183,12 @@ class Agent(Decoder):
     def token_index(self, positions: jax.Array) -> jax.Array:
         """Returns indices of tokens in the chain, int32 (B, T), from those of steps."""
 
-        def local(positions: jax.Array) -> jax.Array:
-            place = jnp.arange(tokens, dtype=jnp.int32)
-            index = tokens * positions[..., None] + place
-            return index.reshape(len(positions), -1)  # (B, M S)
-
         tokens = self.config.step_tokens
+
+        def local(positions: jax.Array) -> jax.Array:
+            number = jnp.arange(tokens, dtype=jnp.int32)  # of a token in its step
+            index = tokens * positions[..., None] + number
+            return index.reshape(len(positions), -1)  # (B, M S)
 
         return self.partition.over_shards(local, [STEP], STEP)(positions)
 
@@ -183,50 +202,63 @@ class Agent(Decoder):
             jnp.stack([steps.rewards, steps.completions], axis=-1),
             steps.timesteps,
         )
-        linears = (
+        norm = self.embedding_norm
+        parameters = (
             self.return_embedding,
             self.observation_embedding,
             self.action_embedding,
             self.reward_embedding,
+            self.modality_embedding,
+            self.timestep_embedding,
+            norm.scale,
+            norm.bias,
         )
-        norm = self.embedding_norm
-        rest = self.modality_embedding, self.timestep_embedding, norm.scale, norm.bias
-        parameters = *linears, *rest
-
-        partition, dtype = self.partition, self.execution.compute_dtype
-        count = self.config.step_tokens
-        chunk = self.execution.feed_forward_chunk // count
-
-        def local(*arguments: jax.Array) -> jax.Array:
-            arguments = [partition.vary(argument) for argument in arguments]
-            *weights, modality, table, scale, bias = arguments[len(arrays) :]
-
-            def tokens(steps: tuple[jax.Array, ...]) -> jax.Array:
-                returns, *values, timesteps = steps
-                values = zip((returns[:, None], *values), weights, strict=True)
-                # (steps, 4, E)
-                x = jnp.stack([value @ weight for value, weight in values], axis=1)
-                x += modality
-                if count == 1:
-                    x = x.sum(axis=1, keepdims=True)
-                x += jnp.take(table, timesteps, axis=0, mode="clip")[:, None]
-                x = _normalise(x, scale, bias, norm.epsilon)
-                # What varies is summed over the shards of the heads below.
-                return (x / partition.shards("heads")).astype(dtype)
-
-            shape = arguments[0].shape
-            steps = tuple(x.reshape(-1, *x.shape[2:]) for x in arguments[: len(arrays)])
-            x = scan_chunks(tokens, steps, chunk or len(steps[0]))
-            return partition.total(x.reshape(shape[0], -1, x.shape[-1]), ("heads",))
-
         names = [STEP + (None,) * (x.ndim - 2) for x in arrays]
         names += [parameter.axes for parameter in parameters]
-        call = self.partition.over_shards(local, names, (*STEP, None))
+        call = self.partition.over_shards(self._embed_shard, names, (*STEP, None))
         return call(*arrays, *(parameter[...] for parameter in parameters))
+
+    def _embed_shard(self, *shards: jax.Array) -> jax.Array:
+        """Embeds a device's steps: (b, t, E), in the compute type.
+
+        shards: of the five arrays of `embed`, then of its parameters, in their order.
+        """
+        partition = self.partition
+        shards = tuple(partition.vary(shard) for shard in shards)
+        returns_to_go = shards[0]  # (b, s)
+        steps = tuple(x.reshape(-1, *x.shape[2:]) for x in shards[:5])  # (b · s, …)
+        weights = StepWeights(*shards[5:])
+        chunk = self.execution.feed_forward_chunk // self.config.step_tokens
+        embed_steps = functools.partial(self._embed_steps, weights)
+        x = scan_chunks(embed_steps, steps, chunk or len(steps[0]))
+        x = x.reshape(len(returns_to_go), -1, x.shape[-1])
+        return partition.total(x, ("heads",))
+
+    def _embed_steps(
+        self, weights: StepWeights, steps: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """Embeds the tokens of a chunk of steps: (steps, M, E)."""
+        returns_to_go, observations, actions, outcomes, timesteps = steps
+        parts = [
+            returns_to_go[:, None] @ weights.returns,
+            observations @ weights.observations,
+            actions @ weights.actions,
+            outcomes @ weights.outcomes,
+        ]
+        x = jnp.stack(parts, axis=1)  # (steps, 4, E)
+        x += weights.modalities
+        if self.config.step_tokens == 1:
+            x = x.sum(axis=1, keepdims=True)
+        x += jnp.take(weights.timesteps, timesteps, axis=0, mode="clip")[:, None]
+        x = _normalise(x, weights.scale, weights.bias, self.embedding_norm.epsilon)
+        # What varies is summed over the shards of the heads in `_embed_shard`.
+        x = x / self.partition.shards("heads")
+        return x.astype(self.execution.compute_dtype)
 
     def actions(self, hidden: jax.Array) -> jax.Array:
         """Maps hidden states (B, T, E) to what is predicted, float32 (B, S, P)."""
-        tokens, actions = self.config.step_tokens, self.config.actions
+        tokens = self.config.step_tokens
+        actions = self.config.actions
 
         def local(hidden: jax.Array, head: jax.Array, bias: jax.Array) -> jax.Array:
             rows, _, embed = hidden.shape
@@ -245,7 +277,7 @@ def read(
     count: jax.Array,
     cache: Cache,
     attend: Attend,
-    operations: Any,
+    operations: CacheOperations,
 ) -> Cache:
     """Returns an empty cache filled with steps (B, S), which are over, for `act`.
 
@@ -266,15 +298,15 @@ def read(
 
 
 def act(
-    agent: Agent, steps: Steps, cache: Cache, operations: Any
+    agent: Agent, steps: Steps, cache: Cache, operations: CacheOperations
 ) -> tuple[jax.Array, Cache]:
     """Returns what is predicted of each row, float32 (B, P), and the new cache.
 
     agent: in a `StationaryPartition`.
     steps: the step before, with its action, reward and completion, and the present one,
-      whose action and reward are not read: (B, 2) each. A row at its first step has
-      none before it, at position -1, and one that waits neither. Where
-      a step is one token, the present one, which has them: (B, 1).
+      whose action and reward are not read: (B, 2) each. At a row's first step the one
+      before has position -1; in a row that waits both have. Where a step is one token,
+      the present one alone, which has the action and reward of the one before: (B, 1).
     cache: of all tokens up to the state of the step before; gets those up to the
       present one.
     """

@@ -1,7 +1,8 @@
 """Projections, norms of heads and rotary embedding around an attention."""
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,23 @@ Keywords: `window`, the tokens that a query sees, in layers that have one; `sink
 logits of the heads' sinks, in models that have them.
 """
 
+HEAD_GROUP_AXES = {"heads", "kv_heads"}
+"""Names of axes that head groups share out."""
+
 Weights = Mapping[str, jax.Array]
+"""Parameters of a head group by name: all but norms and the output's bias."""
+
+
+class HeadGroup(NamedTuple):
+    """What a head group's attention is made of.
+
+    q: (B, T, h, D). k, v: (B, T, k, D). gate: logits, as q; None in models without.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    gate: jax.Array | None
 
 
 class Attention(nnx.Module):
@@ -45,9 +62,12 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """Raises ValueError if a device's heads do not divide into the groups."""
-        embed, depth = config.hidden_size, config.head_dim
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        into, into_kv = ("embed", "heads", None), ("embed", "kv_heads", None)
+        embed = config.hidden_size
+        depth = config.head_dim
+        heads = config.num_heads
+        kv_heads = config.num_kv_heads
+        into = ("embed", "heads", None)
+        into_kv = ("embed", "kv_heads", None)
         out_stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
         wide = depth * (1 + config.attention_gate)  # each head's query, and its gate
         self.query = matrix(rngs, (embed, heads, wide), into, INITIAL_STDDEV)
@@ -55,7 +75,8 @@ class Attention(nnx.Module):
         self.value = matrix(rngs, (embed, kv_heads, depth), into_kv, INITIAL_STDDEV)
         out_axes = ("heads", None, "embed")
         self.output = matrix(rngs, (heads, depth, embed), out_axes, out_stddev)
-        self.lora, self.has_gate = config.lora, config.attention_gate
+        self.lora = config.lora
+        self.has_gate = config.attention_gate
         adapt(self, config.lora, rngs, query=1, key=1, value=1, output=2)
         if config.qkv_bias:
             self.query_bias = zeros((heads, wide), into[1:])
@@ -71,8 +92,10 @@ class Attention(nnx.Module):
         elif config.qk_norm == "all":
             self.query_norm = RMSNorm(config, (heads, depth), into[1:])
             self.key_norm = RMSNorm(config, (kv_heads, depth), into_kv[1:])
-        self.partition, self.remat = partition, execution.remat
-        self.groups = parts = execution.attention_parts
+        self.partition = partition
+        self.remat = execution.remat
+        parts = execution.attention_parts
+        self.groups = parts
         local = kv_heads // partition.shards("kv_heads")
         if parts < 1 or local % parts:
             raise ValueError(
@@ -96,49 +119,56 @@ class Attention(nnx.Module):
 
         norm: computed here, as remat_projection recomputes it; None for x itself.
         """
+        project = functools.partial(self.project, rotation=rotation, norm=norm)
+        project = remat_projection(project, self.remat)
 
-        def project(x: jax.Array, weights: Weights) -> tuple:
-            return self.project(norm(x) if norm else x, weights, rotation)
+        def attend_group(x: jax.Array, weights: Weights) -> jax.Array:
+            heads = project(x, weights)
+            sinks = self.sink_logits(weights)
+            out = attend(heads.q, heads.k, heads.v, **sinks)  # (B, T, h, D)
+            return self.combine(gated(out, heads.gate), weights)  # (B, T, E)
 
-        def head_group(x: jax.Array, weights: Weights) -> jax.Array:
-            q, k, v, *gate = remat_projection(project, self.remat)(x, weights)
-            out = attend(q, k, v, **self.sink_logits(weights))  # (B, T, h, D)
-            return self.combine(gated(out, *gate), weights)  # (B, T, E)
-
-        head_group = remat_attention(head_group, self.remat)
+        attend_group = remat_attention(attend_group, self.remat)
         if self.groups == 1:
-            return self.biased(head_group(x, self.weights()))
+            return self.biased(attend_group(x, self.weights()))
 
-        def add(total: jax.Array, group: Weights) -> tuple[jax.Array, None]:
-            return total + head_group(x, group).astype(total.dtype), None
+        def add(total: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
+            return total + attend_group(x, weights).astype(total.dtype), None
 
         total = jnp.zeros(x.shape, jnp.float32)  # (B, T, E)
         total, _ = jax.lax.scan(add, total, self._grouped())
         return self.biased(total.astype(x.dtype))
 
-    def with_cache(
-        self, x: jax.Array, rotation: Rotation | None, attend: Callable
-    ) -> tuple[jax.Array, Any]:
-        """Returns the attention of x, projected back, and what attend returns too."""
+    def with_cache[Cache](
+        self,
+        x: jax.Array,
+        rotation: Rotation | None,
+        attend: Callable[..., tuple[jax.Array, Cache]],
+    ) -> tuple[jax.Array, Cache]:
+        """Returns the attention of x, projected back, and the cache of `attend`."""
         weights = self.weights()
-        q, k, v, *gate = self.project(x, weights, rotation)
-        out, cache = attend(q, k, v, **self.sink_logits(weights))  # (B, T, H, D)
-        return self.biased(self.combine(gated(out, *gate), weights)), cache
+        heads = self.project(x, weights, rotation)
+        sinks = self.sink_logits(weights)
+        out, cache = attend(heads.q, heads.k, heads.v, **sinks)  # (B, T, H, D)
+        return self.biased(self.combine(gated(out, heads.gate), weights)), cache
 
     def weights(self) -> Weights:
         """Returns the parameters that heads share out, by name."""
         return {name: weight[...] for name, weight in self._of_heads().items()}
 
     def project(
-        self, x: jax.Array, weights: Weights, rotation: Rotation | None
-    ) -> tuple[jax.Array, ...]:
-        """Returns q (B, T, h, D), k and v (B, T, k, D) of x (B, T, E).
+        self,
+        x: jax.Array,
+        weights: Weights,
+        rotation: Rotation | None,
+        norm: RMSNorm | None = None,
+    ) -> HeadGroup:
+        """Returns queries, keys, values and gate of norm(x), x (B, T, E).
 
-        And logits of the gate, as q, where there is one.
-
-        weights: of a head group: of the queries (E, h, D), keys and values (E, k, D),
-          and their biases.
+        weights: of the queries (E, h, D), or (E, h, 2 D) with gates, of keys and values
+          (E, k, D), and their biases.
         """
+        x = x if norm is None else norm(x)
 
         def into_heads(name: str, heads: str) -> jax.Array:
             sides = RESIDUAL, (*RESIDUAL[:2], heads, None)
@@ -146,14 +176,16 @@ class Attention(nnx.Module):
             bias = weights.get(f"{name}_bias")
             return y if bias is None else y + bias.astype(y.dtype)
 
-        q, gate = into_heads("query", "heads"), ()  # (B, T, h, D)
+        gate = None
+        q = into_heads("query", "heads")  # (B, T, h, D), or (B, T, h, 2 D) with gates
         if self.has_gate:
-            q, *gate = jnp.split(q, 2, axis=-1)
+            q, gate = jnp.split(q, 2, axis=-1)
         k = into_heads("key", "kv_heads")  # (B, T, k, D)
         v = into_heads("value", "kv_heads")  # (B, T, k, D)
         if self.has_norms:
-            q, k = self.query_norm(q), self.key_norm(k)
-        return rotate(q, rotation), rotate(k, rotation), v, *gate
+            q = self.query_norm(q)
+            k = self.key_norm(k)
+        return HeadGroup(rotate(q, rotation), rotate(k, rotation), v, gate)
 
     def sink_logits(self, weights: Weights) -> Weights:
         """Returns the attention's argument of a head group's sinks, if it has any."""
@@ -171,28 +203,32 @@ class Attention(nnx.Module):
 
     def _of_heads(self) -> dict[str, nnx.Param]:
         """Returns the parameters with an axis of heads, by name; no norms."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if isinstance(value, nnx.Param) and {"heads", "kv_heads"} & {*value.axes}
-        }
+        parameters = {}
+        for name, value in vars(self).items():
+            if isinstance(value, nnx.Param) and HEAD_GROUP_AXES & {*value.axes}:
+                parameters[name] = value
+        return parameters
 
     def _grouped(self) -> Weights:
         """Returns the weights by head group: (groups, …, heads / groups, …) each.
 
         A group has as many heads of every device.
         """
+        return {name: self._group(weight) for name, weight in self._of_heads().items()}
+
+    def _group(self, parameter: nnx.Param) -> jax.Array:
+        """Cuts a parameter (…, heads, …): (groups, …, heads / groups, …)."""
+        weight = parameter[...]
+        names = parameter.axes
+        axis = next(i for i, name in enumerate(names) if name in HEAD_GROUP_AXES)
         shards = self.partition.shards("heads")
-
-        def grouped(weight: nnx.Param) -> jax.Array:
-            axis = next(i for i, name in enumerate(weight.axes) if "heads" in str(name))
-            before, after = weight[...].shape[:axis], weight[...].shape[axis + 1 :]
-            heads = weight[...].shape[axis] // shards // self.groups
-            x = weight[...].reshape(*before, shards, self.groups, heads, *after)
-            x = jnp.moveaxis(x, axis + 1, 0)  # (groups, …, shards, heads, …)
-            return x.reshape(self.groups, *before, shards * heads, *after)
-
-        return {name: grouped(weight) for name, weight in self._of_heads().items()}
+        before = weight.shape[:axis]
+        after = weight.shape[axis + 1 :]
+        heads = weight.shape[axis] // shards // self.groups
+        # A device's heads are next to each other: each group takes some of all devices.
+        x = weight.reshape(*before, shards, self.groups, heads, *after)
+        x = jnp.moveaxis(x, axis + 1, 0)  # (groups, …, shards, heads, …)
+        return x.reshape(self.groups, *before, shards * heads, *after)
 
 
 def gated(out: jax.Array, gate: jax.Array | None = None) -> jax.Array:

@@ -6,8 +6,8 @@ here knows how tokens become embeddings, or what becomes of hidden states.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,22 @@ import numpy as np
 from flax import nnx
 
 from models.attention import Attend
-from models.decoder import Decoder
-from models.delta import Mix
+from models.decoder import Decoder, DecoderLayer, DeltaInputs
 from models.layers import scan_layers
 from models.sizes import DecoderConfig
 
 EMPTY = np.iinfo(np.int32).max
 """Index of no token: of a slot that is free, or of padding among new tokens."""
 
-Stacks = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]
-"""Keys and values; and `Cache.delta`."""
+Stack = tuple[jax.Array, ...]
+"""What the layers of a kind keep, (Y, …) each: keys and values, or `Cache.delta`."""
+
+
+class Stacks(NamedTuple):
+    """Stacks of the cache, in the order of `Decoder.stack_of_kind`."""
+
+    attention: Stack
+    delta: Stack
 
 
 class Cache(NamedTuple):
@@ -90,22 +96,28 @@ def empty_cache(
         values=jnp.zeros(shape, dtype),
         index=jnp.full((rows, slots), EMPTY, jnp.int32),
         filled=jnp.zeros(ring_size, jnp.int32),
-        delta=tuple(jnp.zeros(one.shape, one.dtype) for one in delta),
+        delta=tuple(jnp.zeros(shape.shape, shape.dtype) for shape in delta),
     )
 
 
 def delta_shapes(
     config: DecoderConfig, rows: int, dtype: jnp.dtype
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the shapes of `Cache.delta`; none without Gated DeltaNet."""
-    if not (layers := len(config.numbers(is_delta=True))):
+    """Returns the shapes of `Cache.delta`; none without Gated DeltaNet.
+
+    dtype: of what the convolution reads; states are float32.
+    """
+    layers = len(config.numbers(is_delta=True))
+    if not layers:
         return ()
-    keys = config.delta_key_heads, config.delta_key_dim
-    values = config.delta_value_heads, config.delta_value_dim
-    first, tail = (layers, rows), (config.delta_convolution - 1,)
-    like = jax.ShapeDtypeStruct
-    state = like((*first, values[0], keys[1], values[1]), jnp.float32)
-    return state, *(like((*first, *tail, *x), dtype) for x in (keys, keys, values))
+    depth = config.delta_key_dim
+    width = config.delta_value_dim
+    heads = config.delta_value_heads
+    state = jax.ShapeDtypeStruct((layers, rows, heads, depth, width), jnp.float32)
+    tail = (layers, rows, config.delta_convolution - 1)
+    keys = jax.ShapeDtypeStruct((*tail, config.delta_key_heads, depth), dtype)
+    values = jax.ShapeDtypeStruct((*tail, heads, width), dtype)
+    return state, keys, keys, values
 
 
 def fill(
@@ -115,7 +127,7 @@ def fill(
     cache: Cache,
     attend: Attend,
     operations: CacheOperations,
-    mix: Mix | None = None,
+    mix: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Runs whole rows through the layers and leaves their keys and values in the cache.
 
@@ -123,37 +135,42 @@ def fill(
     index: int32 (B, T), in the same order: increasing on each shard, `EMPTY` for
       padding at the end.
     cache: an empty one; T at most S.
-    attend: the attention of the rows to themselves. mix: of Gated DeltaNet.
+    attend: the attention of the rows to themselves.
+    mix: of Gated DeltaNet, see `Mix`; with `with_state` it returns the state too.
 
     Returns:
       Hidden states (B, T, E), and the cache.
     """
 
-    def attend_and_keep(q, k, v, stacks, layer, **options):
-        stacks = tuple(
-            operations.fill(stack, new, layer)
-            for stack, new in zip(stacks, (k, v), strict=True)
-        )
-        return attend(q, k, v, **options), stacks
-
     taken = index != EMPTY
 
-    def mix_and_keep(qkv, kernels, log_decay, beta, _, stacks, layer):
+    def attend_and_keep(q, k, v, stack, layer, **options):
+        keys = operations.fill(stack[0], k, layer)
+        values = operations.fill(stack[1], v, layer)
+        return attend(q, k, v, **options), (keys, values)
+
+    def mix_and_keep(qkv, kernels, log_decay, beta, _, stack, layer):
+        assert mix is not None
         # Padding comes last, and leaves the state as it is.
-        gates = (jnp.where(taken[..., None], x, 0) for x in (log_decay, beta))
-        out, state = mix(qkv, kernels, *gates, index, with_state=True)
+        log_decay = jnp.where(taken[..., None], log_decay, 0)
+        beta = jnp.where(taken[..., None], beta, 0)
+        out, state = mix(qkv, kernels, log_decay, beta, index, with_state=True)
+        new = [state]
+        # What the convolution reads before a row's next token: the last W - 1.
         ends = taken.sum(axis=1) - jnp.arange(len(kernels[0]) - 1, 0, -1)[:, None]
         is_tail = (index == ends[..., None])[..., None, None]  # (W - 1, B, T, 1, 1)
-        tails = (jnp.where(is_tail, x, 0).sum(axis=2) for x in qkv)
-        new = state, *(jnp.swapaxes(x, 0, 1) for x in tails)
-        return out, _written(stacks, new, layer)
+        for x in qkv:
+            tail = jnp.where(is_tail, x, 0).sum(axis=2)  # (W - 1, B, H, D)
+            new.append(jnp.swapaxes(tail, 0, 1))
+        return out, _written(stack, new, layer)
 
-    run = _through(decoder, x, index, cache, attend_and_keep, mix_and_keep)
-    x, ((keys, values), delta) = run
+    keep_mix = mix_and_keep if mix else None
+    x, stacks = _through(decoder, x, index, cache, attend_and_keep, keep_mix)
+    keys, values = stacks.attention
     shards = taken.reshape(*index.shape[:1], *cache.filled.shape, -1)  # (B, N, T / N)
     filled = shards.sum(axis=-1, dtype=jnp.int32).max(axis=0)
     index = operations.fill(cache.index[None], index, 0)[0]
-    return x, Cache(keys, values, index, filled, delta)
+    return x, Cache(keys, values, index, filled, stacks.delta)
 
 
 def append(
@@ -169,72 +186,85 @@ def append(
     """Runs a few new tokens of each row through the layers.
 
     x: (B, m, E).
-    index: int32 (B, m), of each token in its row, or `EMPTY` for a row that has fewer
-      new tokens; a token attends to its row up to its own index.
+    index: int32 (B, m), of each token in its row, or `EMPTY` where a row has fewer new
+      tokens; a token attends to its row up to its own index.
     cache: where it has no room, tokens are lost. operations: as of `fill`.
     window: tokens that a token sees in every layer, its own included; 0 for all.
     trunk: int32 (B,), first tokens of each row, which m branches share; None: the new
       tokens are a row's next ones. Else they are one of each branch, which attends to
       the trunk and to its own branch. Branch b keeps its index plus b * (S // m) in the
       cache: more tokens than that do not go into it.
-    advance: of Gated DeltaNet, (qkv, kernels, log_decay, beta, what is held) -> (out,
-      what is held then); then every row has all m tokens.
+    advance: of Gated DeltaNet, (qkv, kernels, log_decay, beta, state and tails) ->
+      (out, both after these tokens); then every row has all m tokens.
 
     The new keys and values go to the member of the ring that has the fewest, in m slots
-    from the first that is free. Of these, all are taken up to the last with an index in
-    any row: those without one behind it stay free.
-
-    Returns:
-      Hidden states (B, m, E), and the cache, in the place of the old one if it is
-      donated.
+    from the first that is free; those behind the last index in any row stay free.
+    Returns hidden states (B, m, E), and the cache, in the memory of a donated one.
     """
     member = jnp.argmin(cache.filled).astype(jnp.int32)
     slot = cache.filled[member]
-    k_end, code = jnp.where(index == EMPTY, 0, index + 1), index
+    k_end = jnp.where(index == EMPTY, 0, index + 1)
+    stored = index
+    branches = None
     if trunk is not None:
-        tokens, slots = index.shape[1], cache.index.shape[1]
-        branch = jnp.arange(tokens, dtype=jnp.int32) * (slots // tokens)
-        code, trunk = index + branch, trunk[:, None]
+        branch_slots = cache.index.shape[1] // x.shape[1]
+        shift = jnp.arange(x.shape[1], dtype=jnp.int32) * branch_slots
+        stored = index + shift
+        branches = Branches(trunk[:, None], shift)
     put = functools.partial(operations.put, member=member, slot=slot)
-    indices = put(cache.index[None], code, 0)[0]
-    of_run = window
+    indices = put(cache.index[None], stored, 0)[0]
+    run_window = window
 
-    def keep_and_attend(q, k, v, stacks, layer, window=0, **sinks):
-        keys, values = (
-            put(x, new, layer) for x, new in zip(stacks, (k, v), strict=True)
-        )
-        window = min(window or of_run, of_run or window)
-        k_start = (k_end - window).clip(0) if window else jnp.zeros_like(k_end)
-        visible = k_start, k_end
-        if trunk is not None:
-            visible = _with_trunk(k_start, k_end, trunk, branch)
-        out = operations.attend(q, keys, values, indices, visible, layer, **sinks)
+    def keep_and_attend(q, k, v, stack, layer, window=0, sinks=None):
+        keys = put(stack[0], k, layer)
+        values = put(stack[1], v, layer)
+        # The smaller of the layer's and the run's window, of which 0 is none.
+        window = min(window or run_window, run_window or window)
+        visible = _visible(k_end, window, branches)
+        out = operations.attend(q, keys, values, indices, visible, layer, sinks)
         return out, (keys, values)
 
-    def keep_and_mix(qkv, kernels, log_decay, beta, _, stacks, layer):
-        held = tuple(x[layer] for x in stacks)
-        out, new = advance(qkv, kernels, log_decay, beta, held)
-        return out, _written(stacks, new, layer)
-
-    run = _through(decoder, x, index, cache, keep_and_attend, keep_and_mix)
-    x, ((keys, values), delta) = run
+    keep_and_mix = advance and functools.partial(_keep_and_mix, advance)
+    x, stacks = _through(decoder, x, index, cache, keep_and_attend, keep_and_mix)
+    keys, values = stacks.attention
     slot = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
     taken = jnp.where(index != EMPTY, slot, 0).max()
     filled = cache.filled.at[member].add(taken)
-    return x, Cache(keys, values, indices, filled, delta)
+    return x, Cache(keys, values, indices, filled, stacks.delta)
 
 
-def _with_trunk(
-    k_start: jax.Array, k_end: jax.Array, trunk: jax.Array, branch: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the bounds of branches' tokens, (2, B, m): the trunk's, and their own.
+def _keep_and_mix(advance, qkv, kernels, log_decay, beta, _, stack, layer):
+    """Advances a layer's states by the new tokens; returns results and the stack."""
+    before = tuple(x[layer] for x in stack)
+    out, new = advance(qkv, kernels, log_decay, beta, before)
+    return out, _written(stack, new, layer)
 
-    k_start, k_end: (B, m), of a row's next tokens. trunk: (B, 1).
-    branch: (m,), what the index of each is shifted by.
+
+class Branches(NamedTuple):
+    """Branches of each row, of which the new tokens are one each.
+
+    trunk: int32 (B, 1), first tokens of a row, which its branches share.
+    shift: int32 (m,), added to the index of a branch's own tokens in the cache.
     """
-    starts = k_start, jnp.maximum(k_start, trunk) + branch
-    ends = jnp.minimum(k_end, trunk), k_end + branch
-    return jnp.stack(starts), jnp.stack(ends)
+
+    trunk: jax.Array
+    shift: jax.Array
+
+
+def _visible(
+    k_end: jax.Array, window: int, branches: Branches | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the bounds of new tokens; of branches the trunk's, and their own.
+
+    k_end: (B, m), of a row's next tokens. Bounds are (B, m), or (2, B, m).
+    """
+    k_start = (k_end - window).clip(0) if window else jnp.zeros_like(k_end)
+    if branches is None:
+        return k_start, k_end
+    own_start = jnp.maximum(k_start, branches.trunk) + branches.shift
+    trunk_end = jnp.minimum(k_end, branches.trunk)
+    own_end = k_end + branches.shift
+    return jnp.stack([k_start, own_start]), jnp.stack([trunk_end, own_end])
 
 
 def cut(cache: Cache, lengths: jax.Array) -> Cache:
@@ -247,15 +277,14 @@ def cut(cache: Cache, lengths: jax.Array) -> Cache:
     taken = (index != EMPTY).reshape(len(lengths), ring, -1)  # (B, N, S / N)
     # On every member a row's tokens lie in their order.
     slot = jnp.arange(1, taken.shape[2] + 1, dtype=jnp.int32)
-    return cache._replace(
-        index=index, filled=jnp.where(taken, slot, 0).max(axis=(0, 2))
-    )
+    filled = jnp.where(taken, slot, 0).max(axis=(0, 2))
+    return cache._replace(index=index, filled=filled)
 
 
-def _written(stacks: tuple, new: tuple, layer: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the stacks (Y, …) with what is new of a layer."""
+def _written(stack: Stack, new: Sequence[jax.Array], layer: jax.Array) -> Stack:
+    """Returns the arrays (Y, …) of a stack with what is new of a layer."""
     write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-    return tuple(write(*pair) for pair in zip(stacks, new, strict=True))
+    return tuple(write(old, part) for old, part in zip(stack, new, strict=True))
 
 
 def _through(
@@ -263,32 +292,39 @@ def _through(
     x: jax.Array,
     index: jax.Array,
     cache: Cache,
-    attend: Callable[..., tuple[jax.Array, Any]],
-    mix: Callable[..., tuple[jax.Array, Any]],
+    attend: Callable[..., tuple[jax.Array, Stack]],
+    mix: Callable[..., tuple[jax.Array, Stack]] | None,
 ) -> tuple[jax.Array, Stacks]:
     """Runs all layers and the norm, with the cache's stacks as a carry.
 
-    attend, mix: given the stacks of their kind and the layer's number; return both too.
+    attend, mix: given the stack of their kind and the layer's number in it, they return
+      the new stack too. mix: None without Gated DeltaNet.
     """
-    own = [x for x in (decoder.layers, decoder.delta_layers) if x is not None]
-    structures, parameters = zip(*map(nnx.split, own), strict=True)
-    kinds = decoder.kinds(jnp.where(index == EMPTY, 0, index), attend, mix)
+    layers: list[DecoderLayer] = [decoder.layers]
+    if decoder.delta_layers is not None:
+        layers.append(decoder.delta_layers)
+    structures, parameters = zip(*map(nnx.split, layers), strict=True)
+    inputs = decoder.layer_inputs(jnp.where(index == EMPTY, 0, index), attend, mix)
 
-    def layer(
+    def step(
         carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, _: None
     ) -> tuple[jax.Array, Stacks]:
-        (x, stacks), (place, attend), stack = carry, kinds[kind], decoder.turns[kind]
+        x, stacks = carry
+        stack = decoder.stack_of_kind[kind]
         # Not from slices of a group: those would be copied.
         own = jax.tree.map(
             lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False),
             parameters[stack],
         )
-        here = functools.partial(attend, stacks=stacks[stack], layer=number)
-        x, new = nnx.merge(structures[stack], own).with_cache(x, place, here)
-        return x, (*stacks[:stack], new, *stacks[stack + 1 :])
+        layer = nnx.merge(structures[stack], own)
+        given = inputs[kind].with_options(stack=stacks[stack], layer=number)
+        x, new = layer.with_cache(x, given)
+        if isinstance(given, DeltaInputs):
+            return x, stacks._replace(delta=new)
+        return x, stacks._replace(attention=new)
 
     # Carried, not stacked up from the layers: so it is written where it is.
-    carry = x, ((cache.keys, cache.values), cache.delta)
-    span = 0, decoder.config.num_layers
-    x, stacks = scan_layers(layer, carry, span, decoder.turns)
+    carry = (x, Stacks((cache.keys, cache.values), cache.delta))
+    span = (0, decoder.config.num_layers)
+    x, stacks = scan_layers(step, carry, span, decoder.stack_of_kind)
     return decoder.norm(x), stacks

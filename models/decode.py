@@ -7,7 +7,6 @@ A prompt may have several samples: they branch off one row of the cache.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,27 +21,45 @@ NOTHING = -1
 
 def last_of_rows(hidden: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Selects each row's last token, of any order: hidden (B, 1, E), index (B, 1)."""
-    place = jnp.where(index == EMPTY, -1, index)  # (B, T)
-    last = place.max(axis=1, keepdims=True)
-    is_last = (place == last)[..., None]
+    index = jnp.where(index == EMPTY, -1, index)  # (B, T)
+    last = index.max(axis=1, keepdims=True)
+    is_last = (index == last)[..., None]
     return jnp.where(is_last, hidden, 0).sum(axis=1, keepdims=True), last
 
 
 MOST_BLOCKS = 8
-"""Of new tokens that always go on from a cache, however few are in it."""
+"""Blocks of new tokens that are always appended, however few tokens a cache holds."""
 
 
 def _shared(prompt: np.ndarray, row: Sequence[int]) -> int:
-    """Counts the tokens that a prompt (n,) and a row begin with alike."""
+    """Counts the first tokens in which a prompt (n,) and a row agree."""
     size = min(len(prompt), len(row))
-    return int(np.argmin(np.append(prompt[:size] == np.array(row[:size]), False)))
+    agrees = prompt[:size] == np.array(row[:size])
+    return int(np.argmin(np.append(agrees, False)))
+
+
+def _block_of(
+    prompts: Sequence[np.ndarray], read: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the next tokens of prompts and their index, int32 (B, size) both.
+
+    read: (B,), tokens before these. `EMPTY` is the index behind a prompt's end.
+    """
+    tokens = np.zeros((len(prompts), size), np.int32)
+    index = np.full((len(prompts), size), EMPTY, np.int32)
+    for row, prompt in enumerate(prompts):
+        begin = read[row]
+        new = prompt[begin : begin + size]
+        tokens[row, : len(new)] = new
+        index[row, : len(new)] = np.arange(begin, begin + len(new))
+    return tokens, index
 
 
 @dataclass
 class Held:
     """A cache that one text leaves for the next.
 
-    tokens: those in the cache, of each row and its first sample.
+    tokens: in the cache, of each row: its prompt and its first sample.
     """
 
     cache: Cache | None = None
@@ -58,20 +75,22 @@ class Generator:
       (B, samples), their index). tokens, index: int32 (B, T) in layout order; `EMPTY`
       is the index of padding, which comes after a row's last token.
     step: (parameters, cache, tokens (B, m), index (B, m), seed, trunk) -> the same.
-      trunk: as of `cache.append`. cut: as `cache.cut`. All take the cache's place.
-    place: from an array of the host, (B, T), to the mesh.
+      trunk: as of `cache.append`.
+    cut: as `cache.cut`. Like the two above it reuses the memory of the cache it takes.
+    to_mesh: from an array of the host, (B, T), to the mesh.
     order: from T to the indices in layout order, (T,).
     divisor: T is a multiple of it.
-    rows, slots: B and S. members: of the ring, that share out the slots.
+    rows, slots: B and S. members: devices of the ring, which share out the slots.
     samples: of each prompt.
-    block: m of the tokens of a prompt that goes on; 0: none can.
+    block: tokens m that are appended at a time where a prompt goes on from a cache; 0:
+      no prompt can.
     """
 
     empty: Callable[[], Cache]
     prefill: Callable[..., tuple[Cache, jax.Array, jax.Array]]
     step: Callable[..., tuple[Cache, jax.Array, jax.Array]]
     cut: Callable[[Cache, np.ndarray], Cache]
-    place: Callable[[np.ndarray], jax.Array]
+    to_mesh: Callable[[np.ndarray], jax.Array]
     order: Callable[[int], np.ndarray]
     divisor: int
     rows: int
@@ -90,7 +109,7 @@ class Generator:
         return free // self.samples + 1
 
     def check(self, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
-        """Refuses what does not go into the cache.
+        """Refuses prompts and numbers of tokens that do not fit the cache.
 
         Raises:
           ValueError: as `generate`.
@@ -120,12 +139,12 @@ class Generator:
             raise ValueError(f"{max_tokens=} must be at least 1, a whole number")
         room = self.room(max(lengths))
         if max_tokens > room:
-            fewer = f"ask for at most {room} tokens" if room > 0 else "shorten it"
-            many = f" ({self.samples} samples a row)" if self.samples > 1 else ""
+            remedy = f"ask for at most {room} tokens" if room > 0 else "shorten it"
+            samples = f" ({self.samples} samples a row)" if self.samples > 1 else ""
             raise ValueError(
-                f"a prompt of {max(lengths)} tokens and {max_tokens=}{many} do not go "
-                f"into the cache of {self.slots} tokens: {fewer}, or make the cache "
-                "larger"
+                f"a prompt of {max(lengths)} tokens and {max_tokens=}{samples} do not "
+                f"go into the cache of {self.slots} tokens: {remedy}, or make the "
+                "cache larger"
             )
 
     def generate(
@@ -143,50 +162,63 @@ class Generator:
 
         prompts: int (n,) each, of any lengths.
         max_tokens: that a sample gets at most.
-        seed: of the random numbers, from 0; each place and step draws its own, however
-          many samples there are.
+        seed: of the random numbers, from 0; every row, sample and index draws its own,
+          however many samples there are.
         stop_tokens: after one of them a sample has ended, and gets `NOTHING`. When all
           have, so has the iterator.
-        held: what a text before left, and this one leaves; of a prompt that begins
-          like it, the rest alone is computed.
+        held: the cache that an earlier text left, which this one replaces by its own;
+          of a prompt that begins as that text the rest alone is computed.
 
         Raises:
           ValueError: before anything is computed: not one prompt for each row, a
             prompt without tokens, or more tokens than the cache has slots.
         """
         self.check(prompts, max_tokens)
+        # A generator's own body would refuse only when the first token is asked for.
         texts = [np.asarray(prompt, np.int32) for prompt in prompts]
         held = Held() if held is None else held
+        return self._draw(parameters, texts, max_tokens, seed, stop_tokens, held)
 
-        def draw() -> Iterator[np.ndarray]:
-            found = self._go_on(parameters, texts, max_tokens, seed, held)
-            if found is None:
-                held.cache = None  # before there is another
-                tokens, index = map(self.place, self.padded(texts))
-                found = self.prefill(parameters, self.empty(), tokens, index, seed)
-            held.cache, tokens, index = found
-            held.tokens = [text.tolist() for text in texts]
-            lengths = np.array([len(text) for text in texts], np.int32)
-            trunk = lengths if self.samples > 1 else None
-            ended = np.zeros(self.samples * self.rows, bool)
-            for number in range(max_tokens):
-                drawn, is_last = tokens, number + 1 == max_tokens
-                if not is_last:
-                    # Started before the last tokens are looked at, so that devices need
-                    # not wait for the host.
-                    given = parameters, held.cache, drawn, index, seed, trunk
-                    held.cache, tokens, index = self.step(*given)
-                drawn = np.asarray(drawn).T.reshape(-1)  # (samples * B,)
-                if not is_last:
-                    first = drawn[: self.rows].tolist()
-                    for row, token in zip(held.tokens, first, strict=True):
-                        row.append(token)
-                yield np.where(ended, NOTHING, drawn)
-                ended |= np.isin(drawn, stop_tokens)
-                if ended.all():
-                    return
-
-        return draw()
+    def _draw(
+        self,
+        parameters: Any,
+        prompts: Sequence[np.ndarray],
+        max_tokens: int,
+        seed: int,
+        stop_tokens: Sequence[int],
+        held: Held,
+    ) -> Iterator[np.ndarray]:
+        """Yields the next tokens, as `generate`."""
+        read = self._go_on(parameters, prompts, max_tokens, seed, held)
+        if read is None:
+            held.cache = None  # freed before there is another
+            tokens, index = map(self.to_mesh, self.padded(prompts))
+            read = self.prefill(parameters, self.empty(), tokens, index, seed)
+        held.cache, tokens, index = read
+        held.tokens = [prompt.tolist() for prompt in prompts]
+        trunk = None
+        if self.samples > 1:
+            trunk = np.array([len(prompt) for prompt in prompts], np.int32)
+        ended = np.zeros(self.samples * self.rows, bool)
+        for number in range(max_tokens):
+            drawn = tokens  # (B, samples), maybe still being computed
+            is_last = number + 1 == max_tokens
+            if not is_last:
+                # Started before the last tokens are looked at, so that devices need
+                # not wait for the host.
+                held.cache, tokens, index = self.step(
+                    parameters, held.cache, drawn, index, seed, trunk
+                )
+            drawn = np.asarray(drawn).T.reshape(-1)  # (samples * B,)
+            if not is_last:
+                # The last token is never put into the cache.
+                first = drawn[: self.rows].tolist()
+                for row, token in zip(held.tokens, first, strict=True):
+                    row.append(token)
+            yield np.where(ended, NOTHING, drawn)
+            ended |= np.isin(drawn, stop_tokens)
+            if ended.all():
+                return
 
     def _go_on(
         self,
@@ -196,45 +228,47 @@ class Generator:
         seed: int,
         held: Held,
     ) -> tuple[Cache, jax.Array, jax.Array] | None:
-        """Appends what the prompts have more than the cache; None: it does not pay.
+        """Appends the tokens of prompts that the cache lacks; None: it does not pay.
 
         The ring reads whole prompts faster than blocks do, so prompts of which most is
         new go that way, and those whose rows take more slots than there are.
         """
         if held.cache is None or not self.block:
             return None
-        # One token is left: the next one is drawn behind it.
-        pairs = zip(prompts, held.tokens, strict=True)
-        read = np.array([_shared(prompt[:-1], row) for prompt, row in pairs], np.int32)
+        read = np.zeros(self.rows, np.int32)  # tokens of each prompt in the cache
+        for row, prompt in enumerate(prompts):
+            # One token is left to read: the next one is drawn behind it.
+            read[row] = _shared(prompt[:-1], held.tokens[row])
         lengths = np.array([prompt.size for prompt in prompts])
         new = int((lengths - read).max())
         if not read.all() or new > max(int(read.min()), MOST_BLOCKS * self.block):
             return None
-        cache, held.cache = self.cut(held.cache, read), None
+        cache = self.cut(held.cache, read)
+        held.cache = None
         filled = np.array(cache.filled)
-        share, tokens, index = self.slots // filled.size, None, None
         if self.room(int(filled.sum()) + new) < max_tokens:
             return None
+        drawn: tuple[jax.Array, jax.Array] | None = None  # behind what is read so far
+        member_slots = self.slots // filled.size
         while (read < lengths).any():
-            member = filled.argmin()
-            size = self.block if filled[member] + self.block <= share else 1
-            places = read[:, None] + np.arange(size)  # (B, m)
-            there = places < lengths[:, None]
-            behind = [
-                prompt[places[row][there[row]]] for row, prompt in enumerate(prompts)
-            ]
-            block = np.zeros(places.shape, np.int32)
-            block[there] = np.concatenate(behind)
-            places = np.where(there, places, EMPTY).astype(np.int32)
-            found = self.step(parameters, cache, block, places, seed)
-            cache, drawn = found[0], found[1:]
-            reads = there.any(axis=1, keepdims=True)
-            if tokens is not None:  # those of rows that had ended before stay
-                drawn = tuple(map(partial(jnp.where, reads), drawn, (tokens, index)))
-            tokens, index = drawn
-            filled[member] += there.sum(axis=1).max()
+            member = filled.argmin()  # where `append` puts the block
+            has_room = filled[member] + self.block <= member_slots
+            size = self.block if has_room else 1
+            block, block_index = _block_of(prompts, read, size)
+            cache, tokens, index = self.step(
+                parameters, cache, block, block_index, seed
+            )
+            is_token = block_index != EMPTY  # (B, m)
+            if drawn is not None:
+                # Rows whose prompt was read before keep what was drawn then.
+                reads = is_token.any(axis=1, keepdims=True)
+                tokens = jnp.where(reads, tokens, drawn[0])
+                index = jnp.where(reads, index, drawn[1])
+            drawn = (tokens, index)
+            filled[member] += is_token.sum(axis=1).max()
             read = np.minimum(read + size, lengths)
-        return cache, tokens, index
+        assert drawn is not None  # at least one token of each prompt was left
+        return cache, *drawn
 
     def padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens and index (B, T), in layout order.

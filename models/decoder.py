@@ -7,7 +7,7 @@ The attention itself is an argument of the model's call.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,72 +19,128 @@ from models.attention import Attend, Attention
 from models.delta import DeltaNet, Mix
 from models.layers import INITIAL_STDDEV, FeedForward, RMSNorm, matrix, through_stack
 from models.memory import RESIDUAL, Execution, Partition
-from models.rope import Rotation, rotations
+from models.rope import Rope, Rotation, rotations
 from models.sizes import DecoderConfig, LanguageModelConfig
 
 
-class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); or norms after both.
+class AttentionInputs[Result](NamedTuple):
+    """What layers with attention of one kind are called with, beside x.
 
-    Its attention may be Gated DeltaNet, which is called alike.
+    rotation: RoPE at the tokens' positions; None in layers without it.
+    attend: see `Attend`, with the layers' window. Returns the heads' results; with a
+      cache, these and the cache.
     """
+
+    rotation: Rotation | None
+    attend: Callable[..., Result]
+
+    def with_options(self, **options: object) -> Self:
+        """Returns the same with further keyword arguments of `attend`."""
+        return self._replace(attend=functools.partial(self.attend, **options))
+
+
+class DeltaInputs[Result](NamedTuple):
+    """What layers with Gated DeltaNet are called with, beside x.
+
+    positions: int32 (B, T), in the tokens' documents.
+    mix: see `Mix`. Returns the heads' results; with a cache, these and the cache.
+    """
+
+    positions: jax.Array
+    mix: Callable[..., Result]
+
+    def with_options(self, **options: object) -> Self:
+        """Returns the same with further keyword arguments of `mix`."""
+        return self._replace(mix=functools.partial(self.mix, **options))
+
+
+class DecoderLayer[Heads: (Attention, DeltaNet)](nnx.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); or norms after both."""
 
     def __init__(
         self,
         config: DecoderConfig,
         execution: Execution,
         partition: Partition,
-        attention: type[Attention] | type[DeltaNet] = Attention,
+        heads: type[Heads],
         *,
         rngs: nnx.Rngs,
     ):
-        def norm(place: str) -> RMSNorm | None:
-            has_norm = config.norms in (place, "both")
-            return RMSNorm(config, (config.hidden_size,)) if has_norm else None
-
-        self.attention_norm = norm("before")
-        self.attention = attention(config, execution, partition, rngs=rngs)
-        self.attention_post_norm = norm("after")
-        self.feed_forward_norm = norm("before")
+        """Makes a layer whose `attention` is a module of class `heads`."""
+        self.attention_norm = _norm(config, "before")
+        self.attention: Heads = heads(config, execution, partition, rngs=rngs)
+        self.attention_post_norm = _norm(config, "after")
+        self.feed_forward_norm = _norm(config, "before")
         self.feed_forward = FeedForward(
             config, partition, execution.feed_forward_chunk, rngs=rngs
         )
-        self.feed_forward_post_norm = norm("after")
+        self.feed_forward_post_norm = _norm(config, "after")
         self.residual_scale = config.residual_scale
 
-    def to_run(self, execution: Execution) -> "DecoderLayer":
+    def to_run(self, execution: Execution) -> Self:
         """Returns this layer after it is set to run as said, where layers differ."""
         self.attention.remat = execution.remat
         self.feed_forward.chunk = execution.feed_forward_chunk
         return self
-
-    def __call__(self, x: jax.Array, place: Any, attend: Callable) -> jax.Array:
-        """Returns the layer's output, (B, T, E), for x of the same shape.
-
-        place: the tokens' rotation, or their positions for Gated DeltaNet.
-        """
-        x = checkpoint_name(x, "layer_input")
-        return self._after(x, self.attention(x, self.attention_norm, place, attend))
-
-    def with_cache(
-        self, x: jax.Array, place: Any, attend: Callable[..., tuple[jax.Array, Any]]
-    ) -> tuple[jax.Array, Any]:
-        """Returns the same and a cache, which attend returns too; has no gradient.
-
-        All heads are attended to at once.
-        """
-        normal = _normalised(self.attention_norm, x)
-        attended, cache = self.attention.with_cache(normal, place, attend)
-        return self._after(x, attended), cache
 
     def _after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the output of x (B, T, E) and what attention makes of it."""
         scale = self.residual_scale
         x = x + _scaled(_normalised(self.attention_post_norm, attended), scale)
         normal = _normalised(self.feed_forward_norm, x)
-        return x + _scaled(
-            self.feed_forward(normal, self.feed_forward_post_norm), scale
+        added = self.feed_forward(normal, self.feed_forward_post_norm)
+        return x + _scaled(added, scale)
+
+
+class AttentionLayer(DecoderLayer[Attention]):
+    """A decoder layer with attention."""
+
+    def __call__(self, x: jax.Array, inputs: AttentionInputs[jax.Array]) -> jax.Array:
+        """Returns the layer's output, (B, T, E), for x of the same shape."""
+        x = checkpoint_name(x, "layer_input")
+        attended = self.attention(
+            x, self.attention_norm, inputs.rotation, inputs.attend
         )
+        return self._after(x, attended)
+
+    def with_cache[Cache](
+        self, x: jax.Array, inputs: AttentionInputs[tuple[jax.Array, Cache]]
+    ) -> tuple[jax.Array, Cache]:
+        """Returns the same and the cache; has no gradient.
+
+        All heads are attended to at once.
+        """
+        normal = _normalised(self.attention_norm, x)
+        attended, cache = self.attention.with_cache(
+            normal, inputs.rotation, inputs.attend
+        )
+        return self._after(x, attended), cache
+
+
+class DeltaLayer(DecoderLayer[DeltaNet]):
+    """A decoder layer with Gated DeltaNet in the place of attention."""
+
+    def __call__(self, x: jax.Array, inputs: DeltaInputs[jax.Array]) -> jax.Array:
+        """Returns the layer's output, (B, T, E), for x of the same shape."""
+        x = checkpoint_name(x, "layer_input")
+        normal = _normalised(self.attention_norm, x)
+        mixed = self.attention(normal, inputs.positions, inputs.mix)
+        return self._after(x, mixed)
+
+    def with_cache[Cache](
+        self, x: jax.Array, inputs: DeltaInputs[tuple[jax.Array, Cache]]
+    ) -> tuple[jax.Array, Cache]:
+        """Returns the same and the cache; has no gradient."""
+        normal = _normalised(self.attention_norm, x)
+        mixed, cache = self.attention.with_cache(normal, inputs.positions, inputs.mix)
+        return self._after(x, mixed), cache
+
+
+def _norm(config: DecoderConfig, side: str) -> RMSNorm | None:
+    """Makes the norm before or after attention and feed-forward, if layers have it."""
+    if config.norms not in (side, "both"):
+        return None
+    return RMSNorm(config, (config.hidden_size,))
 
 
 def _normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
@@ -95,7 +151,7 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
     return x if scale == 1 else x * scale
 
 
-class Decoder(nnx.Module):
+class Decoder[Config: DecoderConfig](nnx.Module):
     """Layers and the norm after them, from embeddings to hidden states.
 
     A model derives from it, and adds what comes before and after.
@@ -103,28 +159,33 @@ class Decoder(nnx.Module):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: Config,
         execution: Execution,
         partition: Partition,
         *,
         rngs: nnx.Rngs,
     ):
-        self.config, self.execution = config, execution
+        self.config = config
+        self.execution = execution
         self.partition = partition
 
-        def stacked(keys: jax.Array, attention: type) -> DecoderLayer:
-            @nnx.scan(in_axes=0, out_axes=0)
-            def stack(key: jax.Array) -> DecoderLayer:
-                own = config, execution, partition, attention
-                return DecoderLayer(*own, rngs=nnx.Rngs(key))
+        def stack[Layer](
+            make: Callable[..., Layer], heads: type, keys: jax.Array
+        ) -> Layer:
+            def layer(key: jax.Array) -> Layer:
+                return make(config, execution, partition, heads, rngs=nnx.Rngs(key))
 
-            return stack(keys)
+            return nnx.scan(layer, in_axes=0, out_axes=0)(keys)
 
         keys = jax.random.split(rngs.params(), config.num_layers)
-        places = (np.array(config.numbers(is_delta)) for is_delta in (False, True))
-        plain, delta = places
-        self.layers = stacked(keys if not delta.size else keys[plain], Attention)
-        self.delta_layers = stacked(keys[delta], DeltaNet) if delta.size else None
+        with_attention = np.array(config.numbers(is_delta=False))
+        with_delta = np.array(config.numbers(is_delta=True))
+        if with_delta.size:
+            self.layers = stack(AttentionLayer, Attention, keys[with_attention])
+            self.delta_layers = stack(DeltaLayer, DeltaNet, keys[with_delta])
+        else:
+            self.layers = stack(AttentionLayer, Attention, keys)
+            self.delta_layers = None
         self.norm = RMSNorm(config, (config.hidden_size,))
 
     def through_layers(
@@ -139,39 +200,59 @@ class Decoder(nnx.Module):
         positions: int32 (B, T), in the order of x, any. mix: of Gated DeltaNet.
         """
         runs = self.execution.runs(self.config.num_layers)
-        kinds = self.kinds(positions, attend, mix)
-        more = self.delta_layers, self.turns
-        return self.norm(through_stack(self.layers, runs, kinds, x, *more))
+        inputs = self.layer_inputs(positions, attend, mix)
+        x = through_stack(
+            self.layers, runs, inputs, x, self.delta_layers, self.stack_of_kind
+        )
+        return self.norm(x)
 
     @property
-    def turns(self) -> tuple[int, ...]:
-        """Returns 1 for each kind of layers that are Gated DeltaNet, else 0."""
-        return tuple(int(kind.is_delta) for kind in self.config.kinds)
+    def stack_of_kind(self) -> tuple[int, ...]:
+        """Returns, for each kind of `config.period`, the stack that its layers are in.
 
-    def kinds(
-        self, positions: jax.Array, attend: Callable, mix: Callable | None
-    ) -> list[tuple[Rotation | jax.Array | None, Callable | None]]:
-        """Returns what the layers of each kind are called with, after x.
-
-        The rotations of RoPE at these positions, int32 (B, T), and the attention; the
-        positions and the mixing for Gated DeltaNet.
+        0: `layers`, with attention. 1: `delta_layers`.
         """
-        kinds, depth = self.config.kinds, self.config.rotary_dim
-        ropes = dict.fromkeys(kind.rope for kind in kinds)
-        made = {rope: rope and rotations(positions, depth, *rope) for rope in ropes}
+        return tuple(int(kind.is_delta) for kind in self.config.period)
 
-        def attend_within(window: int) -> Callable:
-            return functools.partial(attend, window=window) if window else attend
+    def layer_inputs[Result](
+        self,
+        positions: jax.Array,
+        attend: Callable[..., Result],
+        mix: Callable[..., Result] | None,
+    ) -> list[AttentionInputs[Result] | DeltaInputs[Result]]:
+        """Returns what layers are called with beside x, for each kind of the period.
 
-        return [
-            (positions, mix)
-            if kind.is_delta
-            else (made[kind.rope], attend_within(kind.window))
-            for kind in kinds
-        ]
+        positions: int32 (B, T). mix: None without Gated DeltaNet.
+
+        Raises:
+          ValueError: a layer has Gated DeltaNet, and there is no mix.
+        """
+        inputs: list[AttentionInputs[Result] | DeltaInputs[Result]] = []
+        rotation_of: dict[Rope, Rotation] = {}
+        for kind in self.config.period:
+            if kind.is_delta:
+                if mix is None:
+                    raise ValueError(
+                        "mix must be a function where layers have Gated DeltaNet, got "
+                        "None: pass what make_delta_attention builds"
+                    )
+                inputs.append(DeltaInputs(positions, mix))
+                continue
+            rope = kind.rope
+            # Kinds that differ in their windows alone share one rotation.
+            if rope is not None and rope not in rotation_of:
+                rotation_of[rope] = rotations(
+                    positions, self.config.rotary_dim, rope.theta, rope.scaling
+                )
+            rotation = None if rope is None else rotation_of[rope]
+            attend_kind = attend
+            if kind.window:
+                attend_kind = functools.partial(attend, window=kind.window)
+            inputs.append(AttentionInputs(rotation, attend_kind))
+        return inputs
 
 
-class LanguageModel(Decoder):
+class LanguageModel(Decoder[LanguageModelConfig]):
     """Decoder from tokens to the hidden states that the head turns into logits."""
 
     HEAD_AXES = ("embed", "vocab")
@@ -184,7 +265,8 @@ class LanguageModel(Decoder):
         *,
         rngs: nnx.Rngs,
     ):
-        vocab, embed = config.vocab_size, config.hidden_size
+        vocab = config.vocab_size
+        embed = config.hidden_size
         table_axes = ("vocab", "embed")
         self.embedding = matrix(rngs, (vocab, embed), table_axes, INITIAL_STDDEV)
         super().__init__(config, execution, partition, rngs=rngs)
@@ -216,26 +298,27 @@ class LanguageModel(Decoder):
 
         In a `StationaryPartition`, as the head is not gathered.
         """
-        names, result = (RESIDUAL, self.HEAD_AXES), (*RESIDUAL[:2], "vocab")
-        call = self.partition.over_shards(self.config.logits, names, result)
+        call = self.partition.over_shards(
+            self.config.logits, (RESIDUAL, self.HEAD_AXES), (*RESIDUAL[:2], "vocab")
+        )
         return call(hidden, self.head_weight())
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Looks up the tokens, int32 (B, T): (B, T, E) in the compute type."""
-        partition, embed = self.partition, self.config.hidden_size
+        partition = self.partition
+        embed = self.config.hidden_size
         dtype = self.execution.compute_dtype
 
         def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
             whole = partition.gather(table, 1, embed, dtype)  # (V / shards, E)
             # The vocabulary may be sharded: each shard gives the tokens that it has.
-            place = partition.vary(tokens)
-            place -= partition.shard_number("vocab") * whole.shape[0]
-            mine = (place >= 0) & (place < whole.shape[0])
-            rows = jnp.take(whole, jnp.where(mine, place, 0), axis=0)  # (b, t, E)
-            return partition.total(jnp.where(mine[..., None], rows, 0), ("vocab",))
+            row = partition.vary(tokens)
+            row -= partition.shard_number("vocab") * whole.shape[0]
+            is_here = (row >= 0) & (row < whole.shape[0])
+            x = jnp.take(whole, jnp.where(is_here, row, 0), axis=0)  # (b, t, E)
+            return partition.total(jnp.where(is_here[..., None], x, 0), ("vocab",))
 
         names = ("batch", "sequence"), self.embedding.axes
-        rows = partition.over_shards(local, names, RESIDUAL)(
-            tokens, self.embedding[...]
-        )
-        return _scaled(rows.astype(dtype), self.config.embedding_scale)
+        look_up = partition.over_shards(local, names, RESIDUAL)
+        x = look_up(tokens, self.embedding[...])
+        return _scaled(x.astype(dtype), self.config.embedding_scale)

@@ -1,7 +1,6 @@
 """Gated DeltaNet (2412.06464): projections, gates and norms around its state."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,15 @@ from models.layers import INITIAL_STDDEV, RMSNorm, matrix
 from models.memory import RESIDUAL, Execution, Partition
 from models.sizes import DecoderConfig
 
-Mix = Callable[..., Any]
+Mix = Callable[..., jax.Array]
 """Maps (qkv, kernels, log_decay, beta, positions) to results (B, T, H, V).
 
 As `kernels.delta_attention.make_delta_attention` says.
 """
 
-QKV = "query", "key", "value"
+Triple = tuple[jax.Array, jax.Array, jax.Array]
+"""Of queries, keys and values."""
+
 HEADS = "batch", "sequence", "heads", None
 """Names of axes (B, T, H, …)."""
 
@@ -38,56 +39,81 @@ class DeltaNet(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        embed, heads = config.hidden_size, config.delta_value_heads
-        of_keys = config.delta_key_heads, config.delta_key_dim
-        of_values, width = (heads, config.delta_value_dim), config.delta_convolution
-        into = "embed", "heads", None
+        embed = config.hidden_size
+        heads = config.delta_value_heads
+        of_keys = (config.delta_key_heads, config.delta_key_dim)
+        of_values = (heads, config.delta_value_dim)
+        width = config.delta_convolution
+        into = ("embed", "heads", None)
 
-        def projection(*size: int) -> nnx.Param:
+        def projection(size: tuple[int, ...]) -> nnx.Param:
             return matrix(rngs, (embed, *size), into[: 1 + len(size)], INITIAL_STDDEV)
 
-        for name, size in zip(QKV, (of_keys, of_keys, of_values), strict=True):
-            setattr(self, name, projection(*size))
-            kernel = matrix(rngs, (width, *size), (None, *into[1:]), width**-0.5)
-            setattr(self, f"{name}_kernel", kernel)
-        self.output_gate = projection(*of_values)
-        self.beta, self.decay = projection(heads), projection(heads)
+        def kernel(size: tuple[int, int]) -> nnx.Param:
+            return matrix(rngs, (width, *size), (None, *into[1:]), width**-0.5)
+
+        # The order is that of the random numbers, and with it of seeds in use.
+        self.query = projection(of_keys)
+        self.query_kernel = kernel(of_keys)
+        self.key = projection(of_keys)
+        self.key_kernel = kernel(of_keys)
+        self.value = projection(of_values)
+        self.value_kernel = kernel(of_values)
+        self.output_gate = projection(of_values)
+        self.beta = projection((heads,))
+        self.decay = projection((heads,))
         rates = jax.random.uniform(rngs.params(), (heads,), minval=0.01, maxval=16)
         self.log_rate = nnx.Param(jnp.log(rates), axes=("heads",))
         self.decay_bias = nnx.Param(jnp.ones((heads,)), axes=("heads",))
         self.norm = RMSNorm(config, of_values[1:])
         self.norm.offset = 0.0  # of which the scale is not centred at zero
         self.norm.scale[...] = jnp.ones_like(self.norm.scale[...])
-        out_axes, stddev = ("heads", None, "embed"), (2 * config.num_layers) ** -0.5
-        stddev *= INITIAL_STDDEV
+        out_axes = ("heads", None, "embed")
+        stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
         self.output = matrix(rngs, (*of_values, embed), out_axes, stddev)
-        self.partition, self.remat = partition, execution.remat
+        self.partition = partition
+        self.remat = execution.remat
         self.lora = config.lora  # of attention alone
 
-    def __call__(
-        self, x: jax.Array, norm: RMSNorm | None, positions: jax.Array, mix: Mix
-    ) -> jax.Array:
-        """Returns the mixing of norm(x), projected back: (B, T, E), as x."""
-        x = norm(x) if norm else x
-        return self.with_cache(x, positions, lambda *qkv: (mix(*qkv), None))[0]
+    def __call__(self, x: jax.Array, positions: jax.Array, mix: Mix) -> jax.Array:
+        """Returns the mixing of x, projected back: (B, T, E), as x.
 
-    def with_cache(
-        self, x: jax.Array, positions: jax.Array, mix: Mix
-    ) -> tuple[jax.Array, Any]:
-        """Returns the mixing of x, projected back, and what mix returns too."""
-        qkv = tuple(multiply_whole(self, x, name, (RESIDUAL, HEADS)) for name in QKV)
-        kernels = tuple(getattr(self, f"{name}_kernel")[...] for name in QKV)
-        beta, decay = (
-            multiply_whole(self, x, name, (RESIDUAL, HEADS[:3])).astype(jnp.float32)
-            for name in ("beta", "decay")
-        )
+        positions: int32 (B, T), in the tokens' documents.
+        """
+        out = mix(*self.operands(x), positions)
+        return self.project_back(out, x)
+
+    def with_cache[Cache](
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        mix: Callable[..., tuple[jax.Array, Cache]],
+    ) -> tuple[jax.Array, Cache]:
+        """Returns the mixing of x, projected back, and the cache of `mix`."""
+        out, cache = mix(*self.operands(x), positions)
+        return self.project_back(out, x), cache
+
+    def operands(self, x: jax.Array) -> tuple[Triple, Triple, jax.Array, jax.Array]:
+        """Returns what `mix` reads of x (B, T, E): qkv, kernels, log_decay, beta.
+
+        qkv: q and k (B, T, K, D), v (B, T, H, V). kernels: of their convolutions, (W,
+          K, D) and (W, H, V). log_decay, beta: float32 (B, T, H).
+        """
+        q = multiply_whole(self, x, "query", (RESIDUAL, HEADS))
+        k = multiply_whole(self, x, "key", (RESIDUAL, HEADS))
+        v = multiply_whole(self, x, "value", (RESIDUAL, HEADS))
+        kernels = self.query_kernel[...], self.key_kernel[...], self.value_kernel[...]
+        beta = multiply_whole(self, x, "beta", (RESIDUAL, HEADS[:3]))
+        beta = beta.astype(jnp.float32)
+        decay = multiply_whole(self, x, "decay", (RESIDUAL, HEADS[:3]))
+        decay = decay.astype(jnp.float32)
         rate = jnp.exp(self.log_rate[...])
-        log_decay = -rate * jax.nn.softplus(decay + self.decay_bias[...])  # (B, T, H)
-        out, cache = mix(qkv, kernels, log_decay, jax.nn.sigmoid(beta), positions)
-        gate = multiply_whole(self, x, "output_gate", (RESIDUAL, HEADS)).astype(
-            jnp.float32
-        )
+        log_decay = -rate * jax.nn.softplus(decay + self.decay_bias[...])
+        return (q, k, v), kernels, log_decay, jax.nn.sigmoid(beta)
+
+    def project_back(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        """Projects the heads' results (B, T, H, V), gated by x, to (B, T, E), as x."""
+        gate = multiply_whole(self, x, "output_gate", (RESIDUAL, HEADS))
+        gate = gate.astype(jnp.float32)
         y = self.norm(out).astype(jnp.float32) * jax.nn.silu(gate)  # (B, T, H, V)
-        return multiply_whole(
-            self, y.astype(x.dtype), "output", (HEADS, RESIDUAL)
-        ), cache
+        return multiply_whole(self, y.astype(x.dtype), "output", (HEADS, RESIDUAL))

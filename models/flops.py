@@ -25,18 +25,21 @@ def num_matrix_parameters(config: LanguageModelConfig) -> int:
 
 def num_layer_matrices(config: DecoderConfig) -> int:
     """Counts the layers' parameters of matrix products."""
-    sides = (side for layer in _sides(config) for side in layer.values())
-    return sum(inputs * outputs for inputs, outputs in sides)
+    total = 0
+    for layer in _sides(config):
+        total += sum(inputs * outputs for inputs, outputs in layer.values())
+    return total
 
 
 def num_adapter_parameters(config: DecoderConfig) -> int:
     """Counts the parameters of adapters, which are all that is trained then."""
-    return config.lora.rank * sum(
-        sum(layer[name])
-        for kind, layer in zip(config.layer_kinds, _sides(config), strict=True)
-        for name in config.lora.matrices
-        if name in FEED_FORWARD or not kind.is_delta
-    )
+    total = 0
+    for kind, sides in zip(config.layer_kinds, _sides(config), strict=True):
+        for name in config.lora.matrices:
+            if name in FEED_FORWARD or not kind.is_delta:
+                inputs, outputs = sides[name]
+                total += config.lora.rank * (inputs + outputs)
+    return total
 
 
 def _sides(config: DecoderConfig) -> list[dict[str, tuple[int, int]]]:
@@ -91,6 +94,7 @@ def paper_train_flops(config: DecoderConfig, rows: int, length: int) -> float:
 
     rows, length: b and s, of the batch.
     """
-    tokens, hidden = rows * length, config.hidden_size
+    tokens = rows * length
+    hidden = config.hidden_size
     layer = 24 * tokens * hidden**2 + 4 * tokens * length * hidden
     return float(TRAIN_FACTOR * layer * config.num_layers)

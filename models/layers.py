@@ -3,15 +3,16 @@
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.adapters import adapt, multiply, over_whole, with_factors
+from models.adapters import Whole, adapt, multiply, over_whole, with_factors
 from models.memory import RESIDUAL, Axes, Execution, Partition, remat, scan_chunks
 from models.sizes import DecoderConfig
 
@@ -73,14 +74,16 @@ class FeedForward(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        embed, wide = config.hidden_size, config.feed_forward_size
+        embed = config.hidden_size
+        wide = config.feed_forward_size
         out_stddev = INITIAL_STDDEV * (2 * config.num_layers) ** -0.5
         self.gate = matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
         self.up = matrix(rngs, (embed, wide), ("embed", "mlp"), INITIAL_STDDEV)
         self.down = matrix(rngs, (wide, embed), ("mlp", "embed"), out_stddev)
         self.lora = config.lora
         adapt(self, config.lora, rngs, gate=1, up=1, down=1)
-        self.partition, self.chunk = partition, chunk
+        self.partition = partition
+        self.chunk = chunk
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
@@ -89,41 +92,46 @@ class FeedForward(nnx.Module):
         norm: of the result, made chunk by chunk too: its gradient needs the result,
           which would otherwise be computed again for all tokens.
         """
-        partition, embed = self.partition, x.shape[-1]
-        activate = GATES[self.activation]
-
-        def local(x: jax.Array, whole: Mapping[str, jax.Array]) -> jax.Array:
-            def product(tokens: jax.Array, name: str) -> jax.Array:
-                # Cast there, so that the chunks' gradients add up in float32.
-                return multiply(tokens, whole, name, self.lora)
-
-            def gated(tokens: jax.Array) -> jax.Array:
-                wide = activate(product(tokens, "gate"))  # (tokens, F)
-                wide *= product(tokens, "up")
-                y = product(wide, "down")  # (tokens, E)
-                if norm is None:
-                    return y
-                return norm.with_scale(partition.total(y, summed), whole["norm"])
-
-            tokens = x.reshape(-1, embed)  # (b · t, E)
-            y = scan_chunks(gated, tokens, self.chunk or len(tokens)).reshape(x.shape)
-            return partition.total(y, summed) if norm is None else y
-
-        summed = ("mlp",)
         weights = with_factors(self, "gate", "up", "down")
         if norm is not None:
             weights["norm"] = norm.scale
-        sides = RESIDUAL, RESIDUAL
-        return over_whole(partition, local, x, weights, sides, summed, chunk=self.chunk)
+        local = functools.partial(self._of_shard, norm=norm)
+        sides = (RESIDUAL, RESIDUAL)
+        options = {"summed": ("mlp",), "chunk": self.chunk}
+        return over_whole(self.partition, local, x, weights, sides, **options)
+
+    def _of_shard(self, x: jax.Array, whole: Whole, norm: RMSNorm | None) -> jax.Array:
+        """Returns the feed-forward of a device's tokens x (b, t, E).
+
+        whole: matrices, of which a device has some columns of gate and up, and the rows
+          of down that belong to these; and the scale of the norm.
+        """
+        tokens = x.reshape(-1, x.shape[-1])  # (b · t, E)
+        run_chunk = functools.partial(self._of_chunk, whole=whole, norm=norm)
+        y = scan_chunks(run_chunk, tokens, self.chunk or len(tokens)).reshape(x.shape)
+        return self.partition.total(y, ("mlp",)) if norm is None else y
+
+    def _of_chunk(self, x: jax.Array, whole: Whole, norm: RMSNorm | None) -> jax.Array:
+        """Returns the feed-forward of x (tokens, E); summed only where a norm is."""
+        # Weights are cast in `multiply`, so that the chunks' gradients add up in
+        # float32.
+        wide = GATES[self.activation](multiply(x, whole, "gate", self.lora))
+        wide *= multiply(x, whole, "up", self.lora)  # (tokens, F)
+        y = multiply(wide, whole, "down", self.lora)  # (tokens, E)
+        if norm is None:
+            return y
+        scale = whole["norm"]
+        assert isinstance(scale, jax.Array)  # no matrix, so no multiplier
+        return norm.with_scale(self.partition.total(y, ("mlp",)), scale)
 
 
 def through_stack(
     layers: nnx.Module,
     runs: Sequence[tuple[Execution, int]],
-    kinds: Sequence[tuple],
+    inputs: Sequence[object],
     x: jax.Array,
     others: nnx.Module | None = None,
-    turns: Sequence[int] = (),
+    stack_of_kind: Sequence[int] = (),
 ) -> jax.Array:
     """Maps x through all layers of a stack, a loop for each run: x's shape and type.
 
@@ -131,92 +139,161 @@ def through_stack(
       Those in the host's memory are copied a layer at a time, again in the backward;
       their gradients are there too.
     runs: how layers run, and how many of them.
-    kinds: arguments of the layers after x, of a group of layers that repeats.
-    others: a second stack. turns: for each kind 1 where its layers are of that, else 0.
+    inputs: what layers are called with beside x, for each of the kinds that layers take
+      in turns.
+    others: a second stack.
+    stack_of_kind: for each kind 1 where its layers are in the second stack, else 0; ()
+      with one stack.
     """
-    turns = turns or (0,) * len(kinds)
     stacks = [layers] if others is None else [layers, others]
     structures, parameters = zip(*map(nnx.split, stacks), strict=True)
-    # The slices of a loop get the gradients; parts of a stack are read where they are.
-    whole, start = lax.stop_gradient(parameters), 0
-    is_here = all(_is_here(x) for x in jax.tree.leaves(parameters))
-    reads_slices = is_here and len(runs) == len(kinds) == 1
-
-    def layer(
-        kind: int, run: Execution, x: jax.Array, number: jax.Array, own: Any
-    ) -> jax.Array:
-        stack = turns[kind]
-        if not reads_slices:
-            own = jax.tree.map(lambda w, o: _pick(w, number, o), whole[stack], own)
-        return nnx.merge(structures[stack], own).to_run(run)(x, *kinds[kind])
-
+    is_on_device = all(map(_is_on_device, jax.tree.leaves(parameters)))
+    loop = _LayerLoop(
+        structures,
+        lax.stop_gradient(parameters),
+        inputs,
+        stack_of_kind or (0,) * len(inputs),
+        reads_slices=is_on_device and len(runs) == len(inputs) == 1,
+    )
+    start = 0
     for run, count in runs:
-
-        def step(
-            x: jax.Array, number: jax.Array, kind: int, own: Any, run: Execution = run
-        ) -> jax.Array:
-            run_layer = remat(functools.partial(layer, kind, run), run.remat)
-            return run_layer(x, number, own)
-
-        x = scan_layers(step, x, (start, start + count), turns, parameters)
+        step = functools.partial(loop.step, run)
+        span = (start, start + count)
+        x = scan_layers(step, x, span, loop.stack_of_kind, parameters)
         start += count
     return x
 
 
-def scan_layers(
-    step: Callable[..., Any],
-    carry: Any,
+@dataclass(frozen=True)
+class _LayerLoop:
+    """What the steps of `through_stack` read.
+
+    structures, whole: of each stack, its graph definition and parameters (layers, …)
+      without gradients. The slices of a loop get the gradients; where several loops
+      read a stack, its values are read from `whole`, so that no part of it is copied.
+    inputs, stack_of_kind: as of `through_stack`, for each kind.
+    reads_slices: whether values are read from the slices too.
+    """
+
+    structures: Sequence[nnx.GraphDef]
+    whole: Sequence[Any]
+    inputs: Sequence[object]
+    stack_of_kind: Sequence[int]
+    reads_slices: bool
+
+    def step(
+        self, run: Execution, x: jax.Array, number: jax.Array, kind: int, own: Any
+    ) -> jax.Array:
+        """Runs layer `number` of its stack; `own`: the slices of its parameters."""
+        run_layer = remat(functools.partial(self._layer, run, kind), run.remat)
+        return run_layer(x, number, own)
+
+    def _layer(
+        self, run: Execution, kind: int, x: jax.Array, number: jax.Array, own: Any
+    ) -> jax.Array:
+        stack = self.stack_of_kind[kind]
+        if not self.reads_slices:
+            own = jax.tree.map(
+                lambda whole, slice: _pick(whole, number, slice), self.whole[stack], own
+            )
+        layer = nnx.merge(self.structures[stack], own)
+        return layer.to_run(run)(x, self.inputs[kind])
+
+
+class _Groups(NamedTuple):
+    """Groups of layers that a loop runs, one after the other.
+
+    first: number of the first layer. count: groups.
+    kinds: of a group's layers, in their order.
+    """
+
+    first: int
+    count: int
+    kinds: Sequence[int]
+
+
+def scan_layers[Carry](
+    step: Callable[[Carry, jax.Array, int, Any], Carry],
+    carry: Carry,
     span: tuple[int, int],
-    turns: Sequence[int],
-    stacked: Sequence[Any] | None = None,
-) -> Any:
+    stack_of_kind: Sequence[int],
+    parameters: Sequence[Any] | None = None,
+) -> Carry:
     """Runs carry = step(carry, number, kind, own) for the layers of a span.
 
-    A loop over groups, with a layer of each kind, and the layers that are left.
+    A loop over groups, with a layer of each kind, and one over the layers that are
+    left.
 
-    turns: for each kind that layers take in turns, layer 0 the first of them, the stack
-      that its layers are in; `number` counts those of that stack.
-    stacked: trees of (layers, …), of which `own` is the layer's; None for none.
+    span: numbers of the first layer and of the one behind the last.
+    stack_of_kind: for each kind that layers take in turns, layer 0 the first of them,
+      the stack that its layers are in; `number` counts those of that stack.
+    parameters: of each stack a tree of (layers, …), of which `own` is the layer's; None
+      for none.
     """
+    for groups in _groups_of(span, len(stack_of_kind)):
+        before = Counter(
+            stack_of_kind[n % len(stack_of_kind)] for n in range(groups.first)
+        )
+        in_group = Counter(stack_of_kind[kind] for kind in groups.kinds)
+        numbers: dict[int, jax.Array] = {}  # of each group's first layer, by stack
+        slices: dict[int, Any] = {}
+        for stack, size in in_group.items():
+            start = before[stack]
+            end = start + groups.count * size
+            numbers[stack] = jnp.arange(start, end, size, dtype=jnp.int32)
+            if parameters is not None:
+                cut = functools.partial(_cut_groups, start=start, end=end, size=size)
+                slices[stack] = jax.tree.map(cut, parameters[stack])
+        run_group = functools.partial(_run_group, step, groups.kinds, stack_of_kind)
+        carry, _ = lax.scan(run_group, carry, (numbers, slices))
+    return carry
+
+
+def _groups_of(span: tuple[int, int], kinds: int) -> Iterator[_Groups]:
+    """Yields the whole groups of a span of layers, and the layers that are left."""
     first, stop = span
     while first < stop:
-        size = min(len(turns), stop - first)
-        groups = (stop - first) // size
-        kinds = [(first + place) % len(turns) for place in range(size)]
-        each = Counter(turns[kind] for kind in kinds)
-        done = Counter(turns[number % len(turns)] for number in range(first))
+        size = min(kinds, stop - first)
+        count = (stop - first) // size
+        yield _Groups(first, count, [n % kinds for n in range(first, first + size)])
+        first += count * size
 
-        def group(
-            carry: Any, scanned: tuple, kinds: list[int] = kinds, each: Counter = each
-        ) -> tuple[Any, None]:
-            (numbers, slices), places = scanned, Counter()
-            for kind in kinds:
-                stack = turns[kind]
-                own, place = slices and slices[stack], places[stack]
-                if each[stack] > 1:
-                    own = jax.tree.map(operator.itemgetter(place), own)
-                carry = step(carry, numbers[stack] + place, kind, own)
-                places[stack] += 1
-            return carry, None
 
-        def grouped(
-            x: jax.Array, start: int, size: int, groups: int = groups
-        ) -> jax.Array:
-            if groups * size < len(x):
-                x = x[start : start + groups * size]
-            return x.reshape(groups, size, *x.shape[1:]) if size > 1 else x
+def _cut_groups(x: jax.Array, start: int, end: int, size: int) -> jax.Array:
+    """Returns layers start to end of x (layers, …) as (groups, size, …).
 
-        numbers, slices = {}, stacked and {}
-        for stack, size_of in each.items():
-            start = done[stack]
-            end = start + groups * size_of
-            numbers[stack] = jnp.arange(start, end, size_of, dtype=jnp.int32)
-            if stacked:
-                cut = functools.partial(grouped, start=start, size=size_of)
-                slices[stack] = jax.tree.map(cut, stacked[stack])
-        carry, _ = lax.scan(group, carry, (numbers, slices))
-        first += groups * size
-    return carry
+    Layers alone in their group have no second axis.
+    """
+    if end - start < len(x):
+        x = x[start:end]
+    if size == 1:
+        return x
+    return x.reshape((end - start) // size, size, *x.shape[1:])
+
+
+def _run_group[Carry](
+    step: Callable[[Carry, jax.Array, int, Any], Carry],
+    kinds: Sequence[int],
+    stack_of_kind: Sequence[int],
+    carry: Carry,
+    scanned: tuple[Mapping[int, jax.Array], Mapping[int, Any]],
+) -> tuple[Carry, None]:
+    """Runs the layers of a group, the body of a loop.
+
+    scanned: by stack, the number of the group's first layer in it, and the parameters
+      of all of the group's layers in it.
+    """
+    numbers, slices = scanned
+    in_group = Counter(stack_of_kind[kind] for kind in kinds)
+    done: Counter[int] = Counter()
+    for kind in kinds:
+        stack = stack_of_kind[kind]
+        own = slices.get(stack)
+        if in_group[stack] > 1:
+            own = jax.tree.map(operator.itemgetter(done[stack]), own)
+        carry = step(carry, numbers[stack] + done[stack], kind, own)
+        done[stack] += 1
+    return carry, None
 
 
 @jax.custom_jvp
@@ -225,18 +302,19 @@ def _pick(whole: jax.Array, number: jax.Array, own: jax.Array) -> jax.Array:
 
     From the host's memory as it is there: XLA for GPUs cannot reshape it before.
     """
-    one = _to_device(lax.dynamic_slice_in_dim(whole, number, 1))
-    return lax.squeeze(one, (0,))
+    layer = _to_device(lax.dynamic_slice_in_dim(whole, number, 1))  # (1, …)
+    return lax.squeeze(layer, (0,))
 
 
 @_pick.defjvp
 def _pick_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    return _pick(*primals), _to_device(tangents[2])
+    whole, number, own = primals
+    return _pick(whole, number, own), _to_device(tangents[2])
 
 
-def _is_here(x: jax.Array) -> bool:
+def _is_on_device(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Device
 
 
 def _to_device(x: jax.Array) -> jax.Array:
-    return x if _is_here(x) else jax.device_put(x, jax.memory.Space.Device)
+    return x if _is_on_device(x) else jax.device_put(x, jax.memory.Space.Device)

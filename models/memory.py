@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jax import lax
 from models.sizes import DecoderConfig
 
 Axes = tuple[str | None, ...]
+
+Weight = jax.Array | Callable[[jax.Array, int], jax.Array]
+"""A whole weight, or what multiplies x with it, over as many of its axes."""
 
 RESIDUAL: Axes = ("batch", "sequence", None)
 """Names of the axes of hidden states, (B, T, E)."""
@@ -38,7 +41,7 @@ class Partition(Protocol):
 
     def multiplier(
         self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
-    ) -> Callable[[jax.Array, int], jax.Array] | jax.Array: ...
+    ) -> Weight: ...
 
     def vary(self, x: jax.Array, but: Sequence[str | None] = ()) -> jax.Array: ...
 
@@ -126,7 +129,7 @@ class Execution:
     attention_parts: head groups of a device; queries, keys, values and ring exist for
       one group at a time. 1 for all heads at once.
     loss_chunk: tokens per device whose logits exist at a time; 0 for all of them.
-    last_layers: how the last layers run instead, which keep more, and how many.
+    last_layers: how the last layers run instead, keeping more, and their number.
     """
 
     compute_dtype: jnp.dtype
@@ -149,12 +152,16 @@ class Execution:
             last, layers = self.last_layers
             chunk = _tokens(last.feed_forward_chunk)
             text += f"; last {layers} layers {last.remat}, feed-forward {chunk}"
-        return text + f"; logits {_tokens(self.loss_chunk)}" * (self.loss_chunk > 0)
+        if self.loss_chunk:
+            text += f"; logits {_tokens(self.loss_chunk)}"
+        return text
 
     def runs(self, layers: int) -> "list[tuple[Execution, int]]":
         """Returns how these layers run, one run after the other, and their numbers."""
-        last = [self.last_layers] if self.last_layers else []
-        return [(self, layers - sum(count for _, count in last)), *last]
+        if self.last_layers is None:
+            return [(self, layers)]
+        last, count = self.last_layers
+        return [(self, layers - count), (last, count)]
 
 
 def _tokens(chunk: int) -> str:
@@ -202,7 +209,8 @@ class Kept:
 
     def rungs(self, policy: str) -> list[int]:
         """Returns by how many bytes a layer keeps more with each next policy."""
-        return [b - a for a, b in pairwise(map(self.of_layer, _from(policy)))]
+        kept = [self.of_layer(p) for p in _from(policy)]
+        return [more - less for less, more in pairwise(kept)]
 
     def climb(self, policy: str, budget: float) -> list[tuple[str, int]]:
         """Returns the policies of the layers and their numbers, first layers first.
@@ -210,13 +218,15 @@ class Kept:
         One after the other, from the last one on, layers keep what the next policy
         does, while all that they keep more is within the budget of bytes.
         """
-        layers, policies = self.sizes.num_layers, _from(policy)
-        for (less, more), size in zip(
-            pairwise(policies), self.rungs(policy), strict=True
-        ):
+        layers = self.sizes.num_layers
+        policies = _from(policy)
+        rungs = zip(pairwise(policies), self.rungs(policy), strict=True)
+        for (less, more), size in rungs:
             if budget < layers * size:
-                count = int(budget // size)
-                return [(less, layers - count), (more, count)][: 1 + bool(count)]
+                last = int(budget // size)
+                if last == 0:
+                    return [(less, layers)]
+                return [(less, layers - last), (more, last)]
             budget -= layers * size
         return [(policies[-1], layers)]
 
@@ -297,11 +307,14 @@ def scan_chunks(
     chunks = -(-count // chunk)
 
     def split(x: jax.Array) -> jax.Array:
+        """Cuts x (tokens, …) into chunks, with zeros at the end: (chunks, chunk, …)."""
         widths = [(0, chunks * chunk - count)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, widths).reshape(chunks, chunk, *x.shape[1:])
 
     body = jax.checkpoint(function, prevent_cse=False)
-    _, results = lax.scan(
-        lambda _, x: (None, body(x)), None, jax.tree.map(split, tokens)
-    )
+
+    def step(_: None, part: jax.Array | tuple[jax.Array, ...]) -> tuple[None, Any]:
+        return None, body(part)
+
+    _, results = lax.scan(step, None, jax.tree.map(split, tokens))
     return results.reshape(-1, *results.shape[2:])[:count]

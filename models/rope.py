@@ -6,6 +6,7 @@ context longer than a model was trained with, `RopeScaling` changes the frequenc
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +55,18 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self):
-        kind, original = self.rope_type, self.original_max_position_embeddings
-        found = []
+        kind = self.rope_type
+        original = self.original_max_position_embeddings
+        errors = []
         if kind not in ROPE_TYPES:
-            found.append(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
+            errors.append(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
         if not 1 <= self.factor < math.inf or (kind == "none" and self.factor != 1):
-            found.append(
+            errors.append(
                 f"factor={self.factor} of rope_type={kind!r} must be at least 1, and 1 "
                 "without scaling: give new context / original context"
             )
         if kind in ("yarn", "llama3") and original < 1:
-            found.append(
+            errors.append(
                 f"rope_type={kind!r} needs the context that the model was trained with "
                 f"before: original_max_position_embeddings={original} must be at least "
                 "1"
@@ -73,16 +75,17 @@ class RopeScaling:
             ("low_freq_factor", "high_freq_factor"),
             ("beta_slow", "beta_fast"),
         ):
-            least, most = getattr(self, low), getattr(self, high)
+            least = getattr(self, low)
+            most = getattr(self, high)
             if not 0 < least < most:
-                found.append(f"{low}={least} must be above 0 and below {high}={most}")
+                errors.append(f"{low}={least} must be above 0 and below {high}={most}")
         if not 0 <= self.attention_factor < math.inf:
-            found.append(
+            errors.append(
                 f"attention_factor={self.attention_factor} must be above 0, or 0 for "
                 "the formula's"
             )
-        if found:
-            raise ValueError("; ".join(found))
+        if errors:
+            raise ValueError("; ".join(errors))
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Returns radians per token of each pair, (D / 2,) float64.
@@ -114,20 +117,31 @@ class RopeScaling:
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
 
     def _yarn_ramp(self, head_dim: int, theta: float) -> np.ndarray:
-        """Returns the share of interpolation, linear in the number of the pair."""
+        """Returns how far each pair is interpolated, from 0 to 1: (D / 2,) float64."""
 
         def pair(rotated: float) -> float:
+            """Returns the pair that rotates so often in the original context."""
             wavelength = self.original_max_position_embeddings / rotated
             return (
                 head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
             )
 
-        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        first = pair(self.beta_fast)
+        last = pair(self.beta_slow)
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, head_dim - 1)
-        width = max(last - first, 0.001)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, head_dim - 1)
+        width = max(last - first, 0.001)  # above 0 where both ends are one pair
         return np.clip((np.arange(head_dim // 2) - first) / width, 0, 1)
+
+
+class Rope(NamedTuple):
+    """RoPE of a layer: the base of its frequencies, and what is done to these."""
+
+    theta: float
+    scaling: RopeScaling
 
 
 def rotations(
@@ -172,8 +186,8 @@ def rotate(x: jax.Array, rotation: Rotation | None) -> jax.Array:
     cosine, sine = rotation
     rotary = 2 * cosine.shape[-1]
     if rotary < x.shape[-1]:
-        turned = rotate(x[..., :rotary], rotation)
-        return jnp.concatenate([turned, x[..., rotary:]], axis=-1)
+        rotated = rotate(x[..., :rotary], rotation)
+        return jnp.concatenate([rotated, x[..., rotary:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = first * cosine - second * sine, second * cosine + first * sine
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    halves = [first * cosine - second * sine, second * cosine + first * sine]
+    return jnp.concatenate(halves, axis=-1).astype(x.dtype)

@@ -5,18 +5,22 @@ The defaults are LLaMA's (2302.13971).
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from models.rope import RopeScaling
+from models.rope import Rope, RopeScaling
 
 NORMS = "before", "after", "both"
 ACTIVATIONS = "silu", "gelu_tanh"
 QK_NORMS = "", "head", "all"
 WINDOW, FULL, DELTA = "w", "f", "d"
 """Kinds of layers in a pattern; capitals have no RoPE."""
+DELTA_SIZE = "delta_"
+"""Begin of the names of Gated DeltaNet's sizes."""
 
+Names = tuple[str, ...]
 
 TARGETS = {
     "q": "query",
@@ -27,7 +31,7 @@ TARGETS = {
     "up": "up",
     "down": "down",
 }
-"""Matrices of a layer that may have an adapter: their short names, and those here."""
+"""Matrices of a layer that may have an adapter: names in a config, and in modules."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,20 @@ class Lora:
     targets: str = ",".join(TARGETS)
 
     def __post_init__(self):
-        found = []
+        errors = []
         if not 0 <= self.rank < 1 << 31:
-            found.append(f"rank={self.rank} must be at least 0, and 0 for no adapters")
+            errors.append(f"rank={self.rank} must be at least 0, and 0 for no adapters")
         if not 0 < self.alpha < math.inf:
-            found.append(f"alpha={self.alpha} must be a number above 0")
-        given = self.targets.split(",")
-        if not {*given} <= TARGETS.keys() or len({*given}) < len(given):
-            found.append(
+            errors.append(f"alpha={self.alpha} must be a number above 0")
+        targets = self.targets.split(",")
+        has_doubles = len(set(targets)) < len(targets)
+        if has_doubles or not set(targets) <= TARGETS.keys():
+            errors.append(
                 f"targets={self.targets!r} must be some of {','.join(TARGETS)}, each "
                 "once, separated by commas"
             )
-        if found:
-            raise ValueError("; ".join(found))
+        if errors:
+            raise ValueError("; ".join(errors))
 
     @property
     def scale(self) -> float:
@@ -64,21 +69,23 @@ class Lora:
 
     @property
     def matrices(self) -> list[str]:
-        """Returns the names here of the matrices that have adapters."""
-        return [TARGETS[name] for name in self.targets.split(",") if self.rank]
+        """Returns the matrices that have adapters, by their names in `TARGETS`."""
+        if not self.rank:
+            return []
+        return [TARGETS[name] for name in self.targets.split(",")]
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What kinds of layers differ in.
+    """Differences between the layers of a model.
 
     window: tokens that a query sees, its own included; 0 for all up to it.
-    rope: base and scaling of RoPE; None without it.
+    rope: None for layers without RoPE.
     is_delta: whether it is Gated DeltaNet, which has a state and no attention.
     """
 
     window: int
-    rope: tuple[float, RopeScaling] | None
+    rope: Rope | None
     is_delta: bool = False
 
 
@@ -138,89 +145,100 @@ class DecoderConfig:
     rope_scaling: RopeScaling = RopeScaling()
     lora: Lora = Lora()
 
-    _ABOVE_0 = "rope_theta", "norm_epsilon", "residual_scale"
-    _AT_LEAST_0 = "attention_scale", "attention_soft_cap", "window_rope_theta"
-    _DELTA_SIZES = "delta_key_heads", "delta_value_heads", "delta_key_dim"
-    _DELTA_SIZES += "delta_value_dim", "delta_convolution"
+    _ABOVE_0: ClassVar[Names] = "rope_theta", "norm_epsilon", "residual_scale"
+    _AT_LEAST_0: ClassVar[Names] = (
+        *("attention_scale", "attention_soft_cap"),
+        "window_rope_theta",
+    )
 
     def __post_init__(self):
-        whole = (s.name for s in fields(self) if s.type is int)
-        names = [n for n in whole if n not in ("window", *self._DELTA_SIZES)]
-        sizes = {name: getattr(self, name) for name in names}
-        wrong = [f"{n}={size}" for n, size in sizes.items() if not 0 < size < 1 << 31]
-        must = "model sizes must be at least 1, and below 2^31"
-        found = [f"{must}: {', '.join(wrong)}"] if wrong else []
+        errors = self._wrong_sizes()
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
-            found.append(
+            errors.append(
                 f"num_heads={self.num_heads} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}: query heads share key/value heads "
                 "evenly"
             )
         if self.head_dim % 2:
-            found.append(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
-        rotary, share = self.rotary_dim, self.rotary_fraction
+            errors.append(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        rotary = self.rotary_dim
         if not 2 <= rotary <= self.head_dim or rotary % 2:
-            found.append(
-                f"rotary_fraction={share} of head_dim={self.head_dim} must be an even "
-                f"number of sizes, at least 2, got {rotary}: RoPE rotates pairs"
+            errors.append(
+                f"rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} "
+                f"must be an even number of sizes, at least 2, got {rotary}: RoPE "
+                "rotates pairs"
             )
         for name in self._ABOVE_0:
             if not 0 < getattr(self, name) < math.inf:
-                found.append(f"{name}={getattr(self, name)} must be a number above 0")
-        if found := found + self._wrong_parts():
-            raise ValueError("; ".join(found))
+                errors.append(f"{name}={getattr(self, name)} must be a number above 0")
+        errors += self._wrong_parts()
+        if errors:
+            raise ValueError("; ".join(errors))
+
+    def _wrong_sizes(self) -> list[str]:
+        """Returns a message, of all sizes that no array can have; [] without any."""
+        wrong = []
+        for size in fields(self):
+            may_be_0 = size.name == "window" or size.name.startswith(DELTA_SIZE)
+            if size.type is int and not may_be_0:
+                value = getattr(self, size.name)
+                if not 0 < value < 1 << 31:
+                    wrong.append(f"{size.name}={value}")
+        must = "model sizes must be at least 1, and below 2^31"
+        return [f"{must}: {', '.join(wrong)}"] if wrong else []
 
     def _wrong_parts(self) -> list[str]:
-        """Returns what no model has."""
-        found = []
+        """Returns a message for each invalid part."""
+        errors = []
         for name in self._AT_LEAST_0:
             if not 0 <= getattr(self, name) < math.inf:
-                found.append(f"{name}={getattr(self, name)} must be at least 0")
+                errors.append(f"{name}={getattr(self, name)} must be at least 0")
         for name, known in (
             ("norms", NORMS),
             ("activation", ACTIVATIONS),
             ("qk_norm", QK_NORMS),
         ):
             if getattr(self, name) not in known:
-                must = ", ".join(repr(value) for value in known)
-                found.append(f"{name}={getattr(self, name)!r} must be one of {must}")
+                must = ", ".join(map(repr, known))
+                errors.append(f"{name}={getattr(self, name)!r} must be one of {must}")
         if set(self.layer_pattern) - {*"wfWF", DELTA}:
-            found.append(
+            errors.append(
                 f"layer_pattern={self.layer_pattern!r} must be made of {WINDOW!r} for "
                 f'layers with a window and {FULL!r} for others, as in "wwwwwf", in '
                 f"capitals where they have no RoPE, and {DELTA!r} for Gated DeltaNet"
             )
-        found += self._wrong_delta()
+        errors += self._wrong_delta()
         has_windows = WINDOW in self.layer_pattern.lower()
         if has_windows != (self.window > 0) or self.window < 0:
-            found.append(
+            errors.append(
                 f"window={self.window} must be at least 1 with "
                 f"{WINDOW!r} in layer_pattern={self.layer_pattern!r}, and 0 without"
             )
         if self.window_rope_theta and not has_windows:
-            found.append(
+            errors.append(
                 f"window_rope_theta={self.window_rope_theta} needs {WINDOW!r} in "
                 f"layer_pattern={self.layer_pattern!r}: set it to 0"
             )
-        sides = [self.matrix_sides()[name] for name in self.lora.matrices]
-        least = min((size for pair in sides for size in pair), default=0)
+        sides = self.matrix_sides()
+        least = min((min(sides[name]) for name in self.lora.matrices), default=0)
         if self.lora.rank > least:
-            found.append(
+            errors.append(
                 f"rank={self.lora.rank} must be at most {least}, the smallest side of "
                 f"the matrices of targets={self.lora.targets!r}"
             )
-        return found
+        return errors
 
     def _wrong_delta(self) -> list[str]:
-        """Returns what no layers of Gated DeltaNet have."""
-        sizes = {name: getattr(self, name) for name in self._DELTA_SIZES}
-        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        """Returns a message if sizes of Gated DeltaNet and the pattern do not agree."""
+        names = [f.name for f in fields(self) if f.name.startswith(DELTA_SIZE)]
+        sizes = {name: getattr(self, name) for name in names}
+        listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         if DELTA not in self.layer_pattern:
-            wrong = f"{said} must be 0 without {DELTA!r} in layer_pattern"
+            wrong = f"{listed} must be 0 without {DELTA!r} in layer_pattern"
             return [wrong] if any(sizes.values()) else []
         if min(sizes.values()) < 1 or self.delta_value_heads % self.delta_key_heads:
             return [
-                f"{said} must be at least 1 with {DELTA!r} in layer_pattern="
+                f"{listed} must be at least 1 with {DELTA!r} in layer_pattern="
                 f"{self.layer_pattern!r}, and value heads share key heads evenly"
             ]
         if not set(self.layer_pattern[: self.num_layers]) - {DELTA}:
@@ -231,15 +249,23 @@ class DecoderConfig:
         return []
 
     def matrix_sides(self, is_delta: bool = False) -> dict[str, tuple[int, int]]:
-        """Returns inputs and outputs of the matrices of a layer, by name."""
-        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        into = {"query": heads * (1 + self.attention_gate), "key": kv, "value": kv}
+        """Returns the number of inputs and of outputs of a layer's matrices, by name.
+
+        is_delta: of a layer with Gated DeltaNet.
+        """
+        embed = self.hidden_size
+        wide = self.feed_forward_size
         if is_delta:
-            kv = self.delta_key_heads * self.delta_key_dim
+            keys = self.delta_key_heads * self.delta_key_dim
             heads = self.delta_value_heads * self.delta_value_dim
-            into = {"query": kv, "key": kv, "value": heads, "output_gate": heads}
+            into = {"query": keys, "key": keys, "value": heads, "output_gate": heads}
             into |= dict.fromkeys(("beta", "decay"), self.delta_value_heads)
-        embed, wide = self.hidden_size, self.feed_forward_size
+        else:
+            keys = self.num_kv_heads * self.head_dim
+            heads = self.num_heads * self.head_dim
+            # Each head's query and, if there is one, its gate.
+            queries = heads * (1 + self.attention_gate)
+            into = {"query": queries, "key": keys, "value": keys}
         sides = {name: (embed, size) for name, size in into.items()}
         sides |= {"gate": (embed, wide), "up": (embed, wide)}
         return sides | {"output": (heads, embed), "down": (wide, embed)}
@@ -250,24 +276,29 @@ class DecoderConfig:
         return int(self.head_dim * self.rotary_fraction)
 
     @property
-    def kinds(self) -> tuple[LayerKind, ...]:
+    def period(self) -> tuple[LayerKind, ...]:
         """Returns the kinds of the first layers, which repeat over all of them."""
-        rope = self.rope_theta, self.rope_scaling
-        plain = self.window_rope_theta, RopeScaling()
-        own = plain if self.window_rope_theta else rope
-        known = {FULL: LayerKind(0, rope), WINDOW: LayerKind(self.window, own)}
-        known |= {k.upper(): LayerKind(o.window, None) for k, o in known.items()}
-        known[DELTA] = LayerKind(0, None, is_delta=True)
+        rope = Rope(self.rope_theta, self.rope_scaling)
+        window_rope = rope
+        if self.window_rope_theta:
+            window_rope = Rope(self.window_rope_theta, RopeScaling())
+        kind_of = {
+            FULL: LayerKind(0, rope),
+            FULL.upper(): LayerKind(0, None),
+            WINDOW: LayerKind(self.window, window_rope),
+            WINDOW.upper(): LayerKind(self.window, None),
+            DELTA: LayerKind(0, None, is_delta=True),
+        }
         pattern = self.layer_pattern or FULL
-        if len({*pattern}) == 1:
+        if len(set(pattern)) == 1:
             pattern = pattern[0]
-        return tuple(known[letter] for letter in pattern[: self.num_layers])
+        return tuple(kind_of[letter] for letter in pattern[: self.num_layers])
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Returns the kind of each layer."""
-        kinds = self.kinds
-        return tuple(kinds[n % len(kinds)] for n in range(self.num_layers))
+        period = self.period
+        return tuple(period[n % len(period)] for n in range(self.num_layers))
 
     @property
     def attention_windows(self) -> list[int]:
@@ -276,8 +307,8 @@ class DecoderConfig:
 
     def numbers(self, is_delta: bool) -> list[int]:
         """Returns the numbers of the layers with Gated DeltaNet, or of the others."""
-        kinds = enumerate(self.layer_kinds)
-        return [number for number, kind in kinds if kind.is_delta == is_delta]
+        kinds = self.layer_kinds
+        return [n for n, kind in enumerate(kinds) if kind.is_delta == is_delta]
 
 
 @dataclass(frozen=True)
@@ -295,8 +326,8 @@ class LanguageModelConfig(DecoderConfig):
     logit_scale: float = field(default=1.0, kw_only=True)
     logit_soft_cap: float = field(default=0.0, kw_only=True)
 
-    _ABOVE_0 = *DecoderConfig._ABOVE_0, "embedding_scale", "logit_scale"
-    _AT_LEAST_0 = *DecoderConfig._AT_LEAST_0, "logit_soft_cap"
+    _ABOVE_0 = (*DecoderConfig._ABOVE_0, "embedding_scale", "logit_scale")
+    _AT_LEAST_0 = (*DecoderConfig._AT_LEAST_0, "logit_soft_cap")
 
     def logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         """Returns logits (…, V) float32 of hidden states (…, E) and the head (E, V)."""

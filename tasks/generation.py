@@ -125,7 +125,7 @@ def generator(
         prefill=prefill,
         step=step,
         cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
-        place=place,
+        to_mesh=place,
         order=lambda length: order(layout, ring, length),
         divisor=least,
         rows=rows,

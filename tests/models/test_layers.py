@@ -46,7 +46,7 @@ def test_layers_on_the_host_have_the_gradients_of_those_on_the_device(policy):
 
     def loss(parameters: Any, x: jax.Array) -> jax.Array:
         run = [(Execution(FLOAT, policy), 8)]
-        return through_stack(nnx.merge(structure, parameters), run, [(0.5,)], x).sum()
+        return through_stack(nnx.merge(structure, parameters), run, [0.5], x).sum()
 
     def gradient(parameters: Any) -> tuple[Any, str]:
         placing = jax.tree.map(lambda leaf: leaf.sharding, parameters)
@@ -79,7 +79,7 @@ def test_layers_in_several_loops_and_of_several_kinds_copy_no_parameters():
 
     def size(*counts: int, kinds: int = 1) -> float:
         """Of the temporary memory, in stacks of parameters."""
-        policies, factors = ("nothing", "attention"), [(0.5 + n,) for n in range(kinds)]
+        policies, factors = ("nothing", "attention"), [0.5 + n for n in range(kinds)]
         run = zip(policies, counts, strict=False)
         runs = [(Execution(FLOAT, policy), count) for policy, count in run]
 
@@ -107,7 +107,7 @@ def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
     """One after the other by hand, and its gradient."""
     structure, parameters = stack_of(7)
     runs = [(Execution(FLOAT, "nothing"), count) for count in counts]
-    factors = [(0.1 + 0.3 * n,) for n in range(kinds)]
+    factors = [0.1 + 0.3 * n for n in range(kinds)]
     x = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
 
     def in_loops(p: Any) -> jax.Array:
@@ -117,7 +117,7 @@ def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
     def by_hand(p: Any) -> jax.Array:
         y, (weights,) = x, jax.tree.leaves(p)
         for n, weight in enumerate(weights):
-            y = y + factors[n % kinds][0] * jnp.tanh(y @ weight)
+            y = y + factors[n % kinds] * jnp.tanh(y @ weight)
         return jnp.square(y).sum()
 
     got = jax.jit(jax.grad(lambda p: jnp.square(in_loops(p)).sum()))(parameters)

@@ -89,7 +89,7 @@ def output(config: DecoderConfig, layer: int, ring: int, layout_name: str) -> An
                 name = weight.name.format(layer=layer)
                 stored = files.read(name, (slice(None),) * len(files.shapes[name]))
                 parameter[...] = weight.from_stored(stored, parameter[...].shape)
-    layout, kind = LAYOUTS[layout_name], config.kinds[layer]
+    layout, kind = LAYOUTS[layout_name], config.period[layer]
     visible = masks.causal()
     if kind.window:
         visible &= masks.window(kind.window)
