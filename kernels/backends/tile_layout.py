@@ -78,7 +78,8 @@ class Tiling(NamedTuple):
 
     def mask(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
         """Returns the mask (R, block_k) of one tile from bounds of its rows, (R,)."""
-        k_start, k_end = (bound[:, None] for bound in bounds)  # (R, 1)
+        k_start = bounds[0][:, None]  # (R, 1)
+        k_end = bounds[1][:, None]  # (R, 1)
         slot = j * self.block_k + jnp.arange(self.block_k, dtype=k_start.dtype)
         return in_interval(k_start, slot, k_end)
 
@@ -174,15 +175,16 @@ class Tiles:
 
     def read(self, line: jax.Array, i: jax.Array) -> jax.Array:
         """Returns tile i of a line."""
-        place = line * self.shape[0] + i
-        tile = lax.dynamic_index_in_dim(self.numbers, place)
+        number = line * self.shape[0] + i
+        tile = lax.dynamic_index_in_dim(self.numbers, number)
         # Without the barrier XLA copies it in its shape all the same.
         return lax.optimization_barrier(tile).reshape(self.shape[1:])
 
     def write(self, line: jax.Array, i: jax.Array, tile: jax.Array) -> "Tiles":
         """Returns the tiles with another one as tile i of a line."""
-        place, row = line * self.shape[0] + i, tile.reshape(-1)
-        numbers = lax.dynamic_update_index_in_dim(self.numbers, row, place, 0)
+        number = line * self.shape[0] + i
+        row = tile.reshape(-1)
+        numbers = lax.dynamic_update_index_in_dim(self.numbers, row, number, 0)
         return Tiles(numbers, self.shape)
 
 
