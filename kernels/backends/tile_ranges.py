@@ -39,12 +39,7 @@ class TileRanges(NamedTuple):
 
     def line(self, index: Any) -> "TileRanges":
         """Returns the ranges of one line of tiles, numbers each."""
-        return TileRanges(
-            live_begin=self.live_begin[index],
-            full_begin=self.full_begin[index],
-            full_end=self.full_end[index],
-            live_end=self.live_end[index],
-        )
+        return TileRanges(*(bound[index] for bound in self))
 
     def work(self) -> Array:
         """Returns the number of live tiles of each line, (B, tiles)."""

@@ -78,18 +78,8 @@ def backward_call(
     has_dq = dq is not None
     dq_ref = config.ops.new_sum(dq, programs) if has_dq else None
     gradient = jax.ShapeDtypeStruct(operands.k.shape, jnp.float32)
-
-    def body(
-        inputs: tuple[KeyOperands, jax.Ref | None],
-        dk_ref: jax.Ref,
-        dv_ref: jax.Ref,
-        smem: KeyTileSmem,
-    ) -> None:
-        operands, dq_ref = inputs
-        _kernel(config, operands, dq_ref, dk_ref, dv_ref, smem)
-
     dk, dv = run_kernel(
-        body,
+        functools.partial(_kernel, config),
         (operands, dq_ref),
         name="flash_backward" if has_dq else "flash_backward_keys",
         out_type=(gradient, gradient),
@@ -103,13 +93,13 @@ def backward_call(
 
 def _kernel(
     config: KeyTileConfig,
-    operands: KeyOperands,
-    dq_ref: jax.Ref | None,  # (B, T, H, D)
+    inputs: tuple[KeyOperands, jax.Ref | None],  # and dq, (B, T, H, D)
     dk_ref: jax.Ref,  # (B, S, K, D)
     dv_ref: jax.Ref,  # (B, S, K, D)
     smem: KeyTileSmem,
 ) -> None:
     """Computes one key tile of one key/value head."""
+    operands, dq_ref = inputs
     batch = lax.axis_index("batch")
     head = lax.axis_index("head")
     k_tile = lax.axis_index("tile")
@@ -225,8 +215,7 @@ class BackwardConsumer(NamedTuple):
 
     def _all_work_tiles(self, dk_acc: jax.Ref, dv_acc: jax.Ref) -> None:
         """Runs the pipeline. dk_acc, dv_acc: [64, columns]."""
-        smem = self.smem
-        work_tiles = self.work_tiles
+        smem, work_tiles = self.smem, self.work_tiles
         plgpu.barrier_wait(smem.k_full)  # TMA: K
         plgpu.barrier_wait(smem.v_full)  # TMA: V
         if self.dq is not None:
@@ -250,8 +239,7 @@ class BackwardConsumer(NamedTuple):
 
     def _work_tile(self, n, work, dk_acc, dv_acc) -> None:
         """Accumulates dK(n) and dV(n), and dQ(n-1)."""
-        config = self.config
-        smem = self.smem
+        config, smem = self.config, self.smem
         # Asked for in each step: else ptxas keeps, and spills, all addresses that
         # depend on it.
         part = ConsumerPart.of(config, lax.axis_index(WARPGROUP))
@@ -286,8 +274,7 @@ class BackwardConsumer(NamedTuple):
 
     def _score_gradients(self, n, i, part, dv_acc) -> jax.Array:
         """Returns dSᵀ [64, block_q] of query tile i, with dV(n) in flight."""
-        config = self.config
-        smem = self.smem
+        config, smem = self.config, self.smem
         dtype = smem.q.dtype
         stage = lax.rem(n, jnp.int32(STAGES))
         do_stage = lax.rem(n, jnp.int32(STAGES))
@@ -327,8 +314,7 @@ class BackwardConsumer(NamedTuple):
 
     def _probabilities(self, s, stage, i, part) -> tuple[jax.Array, jax.Array]:
         """Returns `probabilities` of query tile i from s = K Qᵀ [64, block_q]."""
-        config = self.config
-        smem = self.smem
+        config, smem = self.config, self.smem
         lse = load(smem.lse_delta.at[stage, 0], WGMMA_COL)  # [block_q]
 
         def masked(x, fill):
@@ -352,8 +338,7 @@ class BackwardConsumer(NamedTuple):
         n: -1 at the first work tile, which has no previous one.
         issue: issues a WGMMA of this work tile, dK(n+1), to run while dQ(n) is stored.
         """
-        config = self.config
-        smem = self.smem
+        config, smem = self.config, self.smem
         queries, columns = part.dq_block
 
         def store(dq) -> None:

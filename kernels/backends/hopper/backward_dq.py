@@ -60,13 +60,8 @@ def query_gradients_call(
     """Adds to dq, float32 (B, T, H, D), in its place."""
     d = operands.q.shape[-1]
     dq_ref = jax.new_ref(dq)
-
-    def body(inputs: tuple[QueryOperands, jax.Ref], smem: QueryTileSmem) -> None:
-        operands, dq_ref = inputs
-        _kernel(config, operands, dq_ref, smem)
-
     run_kernel(
-        body,
+        functools.partial(_kernel, config),
         (operands, dq_ref),
         name="flash_backward_queries",
         out_type=(),
@@ -79,29 +74,23 @@ def query_gradients_call(
 
 def _kernel(
     config: QueryTileConfig,
-    operands: QueryOperands,
-    dq_ref: jax.Ref,  # (B, T, H, D)
+    inputs: tuple[QueryOperands, jax.Ref],  # and dq, (B, T, H, D)
     smem: QueryTileSmem,
 ) -> None:
     """Computes one query tile of one head."""
+    operands, dq_ref = inputs
     program = Program.of(operands.live)
-    begin = program.begin
-    end = program.end
+    begin, end = program.begin, program.end
 
     def consume(wg: jax.Array) -> None:
-        batch = program.batch
-        head = program.head
+        batch, head = program.batch, program.head
         queries = program.queries(operands, wg)
         rows = queries.rows
         lse, delta = operands.lse_delta
-        consumer = DqConsumer(
-            config=config,
-            smem=smem,
-            queries=queries,
-            lse=lse.at[batch, head, rows],
-            delta=delta.at[batch, head, rows],
-            dq=dq_ref.at[batch, rows, head],
-        )
+        lse = lse.at[batch, head, rows]  # [64]
+        delta = delta.at[batch, head, rows]  # [64]
+        dq = dq_ref.at[batch, rows, head]  # [64, d]
+        consumer = DqConsumer(config, smem, queries, lse, delta, dq)
         pl.when(begin < end)(lambda: consumer.accumulate(begin, end))
 
     def produce() -> None:
@@ -151,8 +140,7 @@ class DqConsumer(NamedTuple):
 
     def _all_key_tiles(self, begin, end, dq_acc) -> None:
         """Runs the pipeline. dq_acc: [64, d]."""
-        config = self.config
-        smem = self.smem
+        config, smem = self.config, self.smem
         lse = load(self.lse, WGMMA_ROW)  # [64]
 
         def step(n, _):
@@ -182,8 +170,7 @@ class DqConsumer(NamedTuple):
 
     def _score_gradients(self, n, begin, end, lse) -> jax.Array:
         """Returns dS(n) [64, block_k], once K(n+1) has arrived."""
-        config = self.config
-        smem = self.smem
+        config, smem = self.config, self.smem
         wg = lax.axis_index(WARPGROUP)  # in each step: see `backward`
         k_stage = lax.rem(n, jnp.int32(config.k_stages))
         v_stage = lax.rem(n, jnp.int32(config.v_stages))

@@ -97,12 +97,10 @@ def _kernel(
 ) -> None:
     """Computes one query tile of one head."""
     program = Program.of(operands.live)
-    begin = program.begin
-    end = program.end
+    begin, end = program.begin, program.end
 
     def consume(wg: jax.Array) -> None:
-        batch = program.batch
-        head = program.head
+        batch, head = program.batch, program.head
         queries = program.queries(operands, wg)
         rows = queries.rows
         carry = None
@@ -159,8 +157,7 @@ class ForwardConsumer(NamedTuple):
 
     def attend(self, begin: jax.Array, end: jax.Array) -> None:
         """Attends to the key tiles [begin, end), of which there is one at least."""
-        smem = self.smem
-        wg = self.wg
+        smem, wg = self.smem, self.wg
         # Consumer 0 issues first: consumer 1 arrives as if it just had.
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.schedule.at[0]))
         plgpu.barrier_wait(smem.q_full.at[wg])  # TMA: Q
@@ -187,8 +184,7 @@ class ForwardConsumer(NamedTuple):
     def _attend_to_tiles(self, begin, end, acc_ref):
         """Returns m [64], l [64] and acc [64, d] over the key tiles [begin, end)."""
         smem = self.smem
-        ops = self.config.ops
-        block_k = self.config.block_k
+        ops, block_k = self.config.ops, self.config.block_k
         q = smem.q.at[self.wg]  # [64, d]
         queries = self.queries
         k_start = load(queries.k_start, WGMMA_ROW)  # [64]
@@ -258,8 +254,7 @@ class ForwardConsumer(NamedTuple):
           The new m and l, the factor alpha [64] on l and acc of before, and P in the
           type of V, [64, block_k].
         """
-        scale = self.config.scale
-        block_k = self.config.block_k
+        scale, block_k = self.config.scale, self.config.block_k
         if self.config.tanh_scale is not None:
             s = one_plus_tanh(s, self.config.tanh_scale, self.config.ops)
 

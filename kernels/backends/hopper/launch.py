@@ -8,7 +8,6 @@ off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 over
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,56 +47,30 @@ BACKWARD = {64: 128, 128: 64, 256: 64}
 """Queries of a tile of `backward`."""
 
 
-class QueryTileBounds(NamedTuple):
-    """What a kernel that owns query tiles reads of bounds: see `QueryOperands`."""
-
-    live: jax.Array
-    full: jax.Array
-    k_start: jax.Array
-    k_end: jax.Array
-
-    @classmethod
-    def of(
-        cls, k_start: jax.Array, k_end: jax.Array, block_k: int
-    ) -> "QueryTileBounds":
-        """Finds the live key tiles of query tiles. k_start, k_end: (M, L)."""
-        k_start = _padded_bound(k_start)  # (M, T)
-        k_end = _padded_bound(k_end)  # (M, T)
-        live = key_ranges(k_start, k_end, BLOCK_Q, block_k)
-        # A consumer has half of the tile, which more key tiles fill.
-        full = key_ranges(k_start, k_end, ROWS, block_k)
-        return cls(_live_pairs(live), _full_pairs(full), k_start, k_end)
+HopperBounds = tuple[jax.Array, ...]
+"""What a kernel reads of bounds: live, full, then k_start and k_end, as operands."""
 
 
-class KeyTileBounds(NamedTuple):
-    """What a kernel that owns key tiles reads of bounds: see `KeyOperands`."""
-
-    live: jax.Array
-    full: jax.Array
-    bounds: jax.Array
-
-    @classmethod
-    def of(
-        cls, k_start: jax.Array, k_end: jax.Array, config: KeyTileConfig, keys: int
-    ) -> "KeyTileBounds":
-        """Finds the live query tiles of key tiles. k_start, k_end: (M, L)."""
-        block_q = config.block_q
-        k_start = _padded_bound(k_start)  # (M, T)
-        k_end = _padded_bound(k_end)  # (M, T)
-        live = query_ranges(k_start, k_end, block_q, config.block_k, keys)
-        full = query_ranges(k_start, k_end, block_q, ROWS, keys)
-        return cls(
-            live=_live_pairs(live),
-            full=_full_pairs(full),
-            bounds=_stacked(k_start, k_end, block_q),
-        )
+def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> HopperBounds:
+    """Returns live, full, k_start and k_end of `QueryOperands`."""
+    k_start = _padded_bound(k_start)  # (M, T)
+    k_end = _padded_bound(k_end)  # (M, T)
+    live = key_ranges(k_start, k_end, BLOCK_Q, block_k)
+    # Of a consumer's half of the tile, of which more key tiles are full.
+    full = key_ranges(k_start, k_end, ROWS, block_k)
+    return _live_pairs(live), _full_pairs(full), k_start, k_end
 
 
-class BackwardBounds(NamedTuple):
-    """Bounds of the kernel of dk and dv, and of that of dq if it has its own."""
-
-    of_keys: KeyTileBounds
-    of_queries: QueryTileBounds | None
+def _of_key_tiles(
+    k_start: jax.Array, k_end: jax.Array, config: KeyTileConfig, keys: int
+) -> HopperBounds:
+    """Returns live, full and bounds of `KeyOperands`."""
+    block_q = config.block_q
+    k_start = _padded_bound(k_start)  # (M, T)
+    k_end = _padded_bound(k_end)  # (M, T)
+    live = query_ranges(k_start, k_end, block_q, config.block_k, keys)
+    full = query_ranges(k_start, k_end, block_q, ROWS, keys)
+    return _live_pairs(live), _full_pairs(full), _stacked(k_start, k_end, block_q)
 
 
 @dataclass(frozen=True)
@@ -112,9 +85,9 @@ class HopperForwardSteps:
     shape: tuple[int, ...]
     q: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> QueryTileBounds:
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> HopperBounds:
         """Finds the live tiles of query tiles."""
-        return QueryTileBounds.of(k_start, k_end, self.config.block_k)
+        return _of_query_tiles(k_start, k_end, self.config.block_k)
 
     def begin(self, partial: Partial) -> Partial:
         """Pads a partial result to whole tiles."""
@@ -122,25 +95,15 @@ class HopperForwardSteps:
         return _padded(out, BLOCK_Q, self.q.shape[-1]), _padded_rows(lse)
 
     def attend(
-        self,
-        k: jax.Array,
-        v: jax.Array,
-        prepared: QueryTileBounds,
-        carry: Partial | None,
+        self, k: jax.Array, v: jax.Array, prepared: HopperBounds, carry: Partial | None
     ) -> Partial:
         """Runs the kernel."""
-        config = self.config
+        block_k = self.config.block_k
         d = self.q.shape[-1]
-        operands = QueryOperands(
-            **prepared._asdict(),
-            lse_delta=(),
-            q=self.q,  # (B, T, H, d)
-            do=(),
-            k=_padded(k, config.block_k, d),  # (B, S, K, d)
-            v=_padded(v, config.block_k, d),  # (B, S, K, d)
-            carry=carry or (),
-        )
-        return forward_kernel.forward_call(config, operands, self.interpret)
+        k = _padded(k, block_k, d)  # (B, S, K, d)
+        v = _padded(v, block_k, d)  # (B, S, K, d)
+        operands = QueryOperands(*prepared, (), self.q, (), k, v, carry or ())
+        return forward_kernel.forward_call(self.config, operands, self.interpret)
 
     def finish(self, carry: Partial) -> Partial:
         """Returns out (B, L, H, D) and lse (B, H, L)."""
@@ -174,14 +137,13 @@ class HopperBackwardSteps:
     rows: tuple[jax.Array, jax.Array]
     lse_delta: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> BackwardBounds:
+    def prepare(
+        self, k_start: jax.Array, k_end: jax.Array
+    ) -> tuple[HopperBounds, HopperBounds | None]:
         """Finds the live tiles of key tiles, and of query tiles for another kernel."""
-        of_keys = KeyTileBounds.of(k_start, k_end, self.key_config, self.keys)
-        of_queries = None
-        if self.query_config:
-            block_k = self.query_config.block_k
-            of_queries = QueryTileBounds.of(k_start, k_end, block_k)
-        return BackwardBounds(of_keys, of_queries)
+        of_keys = _of_key_tiles(k_start, k_end, self.key_config, self.keys)
+        config = self.query_config
+        return of_keys, config and _of_query_tiles(k_start, k_end, config.block_k)
 
     def begin(self, dq: jax.Array) -> jax.Array:
         """Pads dq to whole tiles."""
@@ -195,7 +157,7 @@ class HopperBackwardSteps:
         self,
         k: jax.Array,
         v: jax.Array,
-        prepared: BackwardBounds,
+        prepared: tuple[HopperBounds, HopperBounds | None],
         dq: jax.Array,
         dkv: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -209,25 +171,12 @@ class HopperBackwardSteps:
         d = self.q.shape[-1]
         k = _padded(k, self.keys, d)  # (B, S, K, d)
         v = _padded(v, self.keys, d)  # (B, S, K, d)
-        of_keys, of_queries = prepared
+        (live, full, bounds), of_queries = prepared
         dkv_operands = KeyOperands(
-            live=of_keys.live,
-            full=of_keys.full,
-            k=k,
-            v=v,
-            q=self.q,
-            do=self.do,
-            lse_delta=self.lse_delta,
-            bounds=of_keys.bounds,
+            live, full, k, v, self.q, self.do, self.lse_delta, bounds
         )
         dq_operands = of_queries and QueryOperands(
-            **of_queries._asdict(),
-            lse_delta=self.rows,
-            q=self.q,
-            do=self.do,
-            k=k,
-            v=v,
-            carry=(),
+            *of_queries, self.rows, self.q, self.do, k, v, ()
         )
         dkv_operands, dq_operands, dq = lax.optimization_barrier(
             (dkv_operands, dq_operands, dq)
@@ -277,7 +226,8 @@ class Launch(Kernels):
         d = _checked_head_size(q, self.interpret)
         shape = q.shape
         q, scale, tanh_scale = forward_factors(q, scores)
-        config = self._query_config(self.blocks or FORWARD[d], scale, tanh_scale)
+        blocks = self.blocks or FORWARD[d]
+        config = QueryTileConfig(*blocks, scale, tanh_scale, self.ops)
         q = _padded(q, BLOCK_Q, d)  # (B, T, H, d)
         return HopperForwardSteps(config, self.interpret, shape, q)
 
@@ -291,14 +241,9 @@ class Launch(Kernels):
         scale, tanh_scale = exponent_factors(scores)
         query_config = None
         if d > MAX_COLUMNS or self.is_deterministic:
-            query_config = self._query_config(BACKWARD_DQ[d], scale, tanh_scale)
-        key_config = KeyTileConfig(
-            d=d,
-            block_q=BACKWARD[d],
-            scale=scale,
-            tanh_scale=tanh_scale,
-            ops=self.ops,
-        )
+            blocks = BACKWARD_DQ[d]
+            query_config = QueryTileConfig(*blocks, scale, tanh_scale, self.ops)
+        key_config = KeyTileConfig(d, BACKWARD[d], scale, tanh_scale, self.ops)
         keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
         if scores.soft_cap is not None and keys == BLOCK_K:
             keys += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
@@ -321,20 +266,6 @@ class Launch(Kernels):
             do=_padded(do, BLOCK_Q, d),
             rows=(lse, delta),
             lse_delta=_stacked(lse, delta, key_config.block_q),
-        )
-
-    def _query_config(
-        self, blocks: Blocks, scale: float, tanh_scale: float | None
-    ) -> QueryTileConfig:
-        """Returns constants of a kernel that owns query tiles. blocks: as `FORWARD`."""
-        block_k, k_stages, v_stages = blocks
-        return QueryTileConfig(
-            block_k=block_k,
-            k_stages=k_stages,
-            v_stages=v_stages,
-            scale=scale,
-            tanh_scale=tanh_scale,
-            ops=self.ops,
         )
 
 

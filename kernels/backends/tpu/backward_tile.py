@@ -134,8 +134,7 @@ class BackwardTile(NamedTuple):
 
         mask: of P^T, if there is one.
         """
-        config = self.config
-        queries = self.queries
+        config, queries = self.config, self.queries
         matmul = functools.partial(dot, precision=config.precision)
         q = queries.q[rows, :]  # [rows, D]
         do = queries.do[rows, :]  # [rows, D]

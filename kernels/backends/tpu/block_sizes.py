@@ -227,12 +227,8 @@ def choose_cut(
         can_swap = q.shape[1] >= LANES and heads * LANES <= blocks.stacked_rows
         orientation = Orientation.of(chip, depth) if can_swap else UPRIGHT
         unit = LANES if orientation.axis else MIN_BLOCK_Q
-        sizes, fitted = blocks.fit(
-            length=q.shape[1],
-            keys=k.shape[1],
-            group=heads,
-            units=(unit, row_lanes(chip)),
-        )
+        units = unit, row_lanes(chip)
+        sizes, fitted = blocks.fit(q.shape[1], k.shape[1], heads, units)
         cut = Cut(heads, group // heads, sizes, fitted, orientation)
         held = held_bytes(cut)
         # The compiler takes some VMEM for itself, more for wide types; smaller tiles

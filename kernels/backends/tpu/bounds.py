@@ -74,8 +74,7 @@ class Diagonals(NamedTuple):
         with_staircases: also bases that no diagonal of the own keys has, but staircases
           of visiting shards have. Each base is a copy of the code.
         """
-        granule = blocks.live_columns
-        block_k = blocks.block_k
+        granule, block_k = blocks.live_columns, blocks.block_k
         steps = max(1, block_q // granule)  # granules of rows
         rest = block_q % granule
         if blocks.exact_rows != granule or (rest and granule % block_q):
@@ -202,12 +201,7 @@ class TileNumbers(NamedTuple):
         cls, ref: jax.Ref, lines: int, tiles: int, sub_blocks: int
     ) -> "TileNumbers":
         """Returns the slices. lines, tiles: of all M. sub_blocks: of a tile."""
-        ranges = TileRanges(
-            live_begin=SmemSlice(ref, 0),
-            full_begin=SmemSlice(ref, lines),
-            full_end=SmemSlice(ref, 2 * lines),
-            live_end=SmemSlice(ref, 3 * lines),
-        )
+        ranges = TileRanges(*(SmemSlice(ref, n * lines) for n in range(4)))
         ranges_end = 4 * lines
         # From the end: only the array's size says whether there are `first_ends`.
         min_k_start = ref.shape[0] - 2 * tiles * sub_blocks
@@ -305,8 +299,7 @@ class SubBlockBounds(NamedTuple):
         These are the ones, of a tile's keys from `first_key` on, that some of its rows
         attend to: `width` keys, of which `begin` is the first.
         """
-        granule = blocks.live_columns
-        block_k = blocks.block_k
+        granule, block_k = blocks.live_columns, blocks.block_k
 
         def step(block: jax.Array, rows: pl.Slice) -> None:
             k_start = self.min_k_start[self.offset + block]

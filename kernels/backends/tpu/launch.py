@@ -88,8 +88,7 @@ class TpuForwardSteps:
     def finish(self, carry: Carry) -> Partial:
         """Returns out (B, T, H, D) and lse (B, H, T)."""
         setup = self.setup
-        cut = setup.cut
-        tiling = setup.tiling
+        cut, tiling = setup.cut, setup.tiling
         out = tiling.join_heads(cut.orientation.swap(carry.out))[..., : setup.depth]
         # [M, X, query tiles, R]
         lse = carry.lse.reshape(*carry.lse.shape[:3], cut.blocks.stacked_rows)
@@ -125,8 +124,7 @@ class TpuBackwardSteps(PlainForm):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Runs the kernel."""
         setup = self.setup
-        cut = setup.cut
-        tiling = setup.tiling
+        cut, tiling = setup.cut, setup.tiling
         operands = backward_kernel.BackwardOperands(
             numbers=prepared.numbers,
             k=setup.keys(k),  # [M, X, key tiles, block_k, D]
@@ -146,10 +144,9 @@ class TpuBackwardSteps(PlainForm):
         dv = cut.orientation.swap(dv)  # [M, X, key tiles * block_k, D]
         dk = cut.sum_heads(tiling.join_keys(dk))  # (B, S, K, D)
         dv = cut.sum_heads(tiling.join_keys(dv))  # (B, S, K, D)
-        dq = tiling.join_heads(dq)[..., : setup.depth]  # (B, T, H, D)
-        dk = dk[..., : setup.depth]
-        dv = dv[..., : setup.depth]
-        return dq, *added(dkv, (dk, dv))
+        dq = tiling.join_heads(dq)[..., : setup.depth]  # (B, T, H, D), not padded
+        dkv_here = dk[..., : setup.depth], dv[..., : setup.depth]
+        return dq, *added(dkv, dkv_here)
 
 
 @dataclass(frozen=True)
@@ -189,12 +186,9 @@ class Launch(Kernels):
         lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - setup.offset)
         lse = setup.tiling.split_rows(lse)  # [M, X, query tiles, R]
         delta = setup.tiling.split_rows(delta)  # [M, X, query tiles, R]
-        return TpuBackwardSteps(
-            setup=setup,
-            q=setup.queries(q),
-            do=setup.queries(do),
-            lse_delta=jnp.stack((lse, delta), 3),
-        )
+        q = setup.queries(q)  # [M, X, G, query tiles * block_q, D]
+        do = setup.queries(do)  # [M, X, G, query tiles * block_q, D]
+        return TpuBackwardSteps(setup, q, do, jnp.stack((lse, delta), 3))
 
     def _setup(
         self, choose: Callable, operands: tuple[jax.Array, ...], scores: Scores

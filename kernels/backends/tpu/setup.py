@@ -58,22 +58,11 @@ class Setup(NamedTuple):
         q, k, k_start = operands
         scale, cap = scores
         wide = q.dtype == jnp.float32  # matmuls of bfloat16 are exact in any case
-        config = TileConfig(
-            blocks=cut.blocks,
-            scale=scale * LOG2_E,
-            precision=lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT,
-            soft_cap=cap,
-            orientation=cut.orientation,
-        )
-        return cls(
-            chip=chip,
-            cut=cut,
-            tiling=cut.tiling(q, jax.eval_shape(cut.repeat_heads, k), k_start),
-            config=config,
-            row=row_of(q, chip),
-            depth=q.shape[-1],
-            interpret=interpret,
-        )
+        precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
+        config = TileConfig(cut.blocks, scale * LOG2_E, precision, cap, cut.orientation)
+        tiling = cut.tiling(q, jax.eval_shape(cut.repeat_heads, k), k_start)
+        row = row_of(q, chip)
+        return cls(chip, cut, tiling, config, row, q.shape[-1], interpret)
 
     @property
     def offset(self) -> float:
@@ -102,8 +91,7 @@ class Setup(NamedTuple):
         owns_keys: whether its programs own key tiles and loop over query tiles.
         """
         tiling = self.tiling
-        block_q = tiling.block_q
-        block_k = tiling.block_k
+        block_q, block_k = tiling.block_q, tiling.block_k
         k_start = self._pad_rows(k_start)
         k_end = self._pad_rows(k_end)
         if owns_keys:

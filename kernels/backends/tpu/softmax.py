@@ -219,8 +219,7 @@ class LazyTile(NamedTuple):
           The largest l of any row and lane. If it is above SUM_LIMIT, version 1 - src
           is void, and the caller runs `exact_tile` instead.
         """
-        state = self.state
-        plan = self.plan
+        state, plan = self.state, self.plan
         orientation = self.config.orientation
         initial = self.initial
         s_queue = deque()  # S(n) ... S(n + ahead)
