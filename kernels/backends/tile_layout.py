@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..masks import in_interval
+from ..masks import Array, in_interval
 from ..precision import accumulator_type
 
 
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
         cls,
         q: jax.Array,
         k: jax.Array,
-        k_start: jax.Array,
+        k_start: Array,
         sizes: BlockSizes,
     ) -> "Tiling":
         """Builds the tiling of an attention of q (B, T, H, D) to k (B, S, K, D).

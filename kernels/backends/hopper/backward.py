@@ -151,7 +151,7 @@ def _produce(
     config: KeyTileConfig, smem: KeyTileSmem, source: KeyOperands, work_tiles: WorkTiles
 ) -> None:
     """Copies K, V and the work tiles to SMEM, in order of use."""
-    count = work_tiles.count()
+    count = work_tiles.total()
     plgpu.copy_gmem_to_smem(source.k, smem.k, smem.k_full)
 
     def copy(n, work):
@@ -225,13 +225,13 @@ class BackwardConsumer(NamedTuple):
             self._work_tile(n, work, dk_acc, dv_acc)
             return work_tiles.next(work)
 
-        end = lax.fori_loop(0, work_tiles.count(), step, work_tiles.first())
+        end = lax.fori_loop(0, work_tiles.total(), step, work_tiles.first())
         plgpu.wgmma_wait(0)  # drains dK of the last work tile
-        self._release(work_tiles.count() - 1)
+        self._release(work_tiles.total() - 1)
         if self.dq is not None:
             plgpu.barrier_wait(smem.ds_exchange)  # both have stored the last dS
             part = ConsumerPart.of(self.config, lax.axis_index(WARPGROUP))
-            self._add_dq(part, work_tiles.count() - 1, work_tiles.previous(end), None)
+            self._add_dq(part, work_tiles.total() - 1, work_tiles.previous(end), None)
         self.dk[...] = dk_acc[...]  # [64, columns]
         self.dv[...] = dv_acc[...]  # [64, columns]
         if self.dq is not None:

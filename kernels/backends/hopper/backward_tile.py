@@ -145,7 +145,7 @@ class WorkTiles(NamedTuple):
     head: jax.Array
     group: int
 
-    def count(self) -> jax.Array:
+    def total(self) -> jax.Array:
         return (self.end - self.begin) * self.group
 
     def first(self) -> WorkTile:

@@ -47,12 +47,15 @@ BACKWARD = {64: 128, 128: 64, 256: 64}
 """Queries of a tile of `backward`."""
 
 
-HopperBounds = tuple[jax.Array, ...]
-"""What a kernel reads of bounds: live, full, then k_start and k_end, as operands."""
+QueryBounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""live, full, k_start and k_end of `QueryOperands`."""
+
+KeyBounds = tuple[jax.Array, jax.Array, jax.Array]
+"""live, full and bounds of `KeyOperands`."""
 
 
-def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> HopperBounds:
-    """Returns live, full, k_start and k_end of `QueryOperands`."""
+def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> QueryBounds:
+    """Finds the live key tiles of query tiles. k_start, k_end: (M, L)."""
     k_start = _padded_bound(k_start)  # (M, T)
     k_end = _padded_bound(k_end)  # (M, T)
     live = key_ranges(k_start, k_end, BLOCK_Q, block_k)
@@ -63,8 +66,8 @@ def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> Hoppe
 
 def _of_key_tiles(
     k_start: jax.Array, k_end: jax.Array, config: KeyTileConfig, keys: int
-) -> HopperBounds:
-    """Returns live, full and bounds of `KeyOperands`."""
+) -> KeyBounds:
+    """Finds the live query tiles of key tiles. k_start, k_end: (M, L)."""
     block_q = config.block_q
     k_start = _padded_bound(k_start)  # (M, T)
     k_end = _padded_bound(k_end)  # (M, T)
@@ -85,7 +88,7 @@ class HopperForwardSteps:
     shape: tuple[int, ...]
     q: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> HopperBounds:
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> QueryBounds:
         """Finds the live tiles of query tiles."""
         return _of_query_tiles(k_start, k_end, self.config.block_k)
 
@@ -95,7 +98,7 @@ class HopperForwardSteps:
         return _padded(out, BLOCK_Q, self.q.shape[-1]), _padded_rows(lse)
 
     def attend(
-        self, k: jax.Array, v: jax.Array, prepared: HopperBounds, carry: Partial | None
+        self, k: jax.Array, v: jax.Array, prepared: QueryBounds, carry: Partial | None
     ) -> Partial:
         """Runs the kernel."""
         block_k = self.config.block_k
@@ -139,11 +142,13 @@ class HopperBackwardSteps:
 
     def prepare(
         self, k_start: jax.Array, k_end: jax.Array
-    ) -> tuple[HopperBounds, HopperBounds | None]:
+    ) -> tuple[KeyBounds, QueryBounds | None]:
         """Finds the live tiles of key tiles, and of query tiles for another kernel."""
         of_keys = _of_key_tiles(k_start, k_end, self.key_config, self.keys)
-        config = self.query_config
-        return of_keys, config and _of_query_tiles(k_start, k_end, config.block_k)
+        if self.query_config is None:
+            return of_keys, None
+        block_k = self.query_config.block_k
+        return of_keys, _of_query_tiles(k_start, k_end, block_k)
 
     def begin(self, dq: jax.Array) -> jax.Array:
         """Pads dq to whole tiles."""
@@ -157,7 +162,7 @@ class HopperBackwardSteps:
         self,
         k: jax.Array,
         v: jax.Array,
-        prepared: tuple[HopperBounds, HopperBounds | None],
+        prepared: tuple[KeyBounds, QueryBounds | None],
         dq: jax.Array,
         dkv: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -184,7 +189,7 @@ class HopperBackwardSteps:
         added_dq, dk, dv = backward_kernel.backward_call(
             self.key_config, dkv_operands, None if dq_operands else dq, self.interpret
         )
-        if dq_operands:
+        if self.query_config and dq_operands:
             added_dq = dq_kernel.query_gradients_call(
                 self.query_config, dq_operands, dq, self.interpret
             )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from ...masks import Array
 from ..tile_layout import BlockSizes, Tiling
 from .vector import LANES, UPRIGHT, Orientation
 
@@ -178,7 +179,7 @@ class Cut(NamedTuple):
         """Lays out numbers of stacked rows, [..., R], for the forward kernel."""
         return x.reshape(*x.shape[:-1], *self.orientation.packed(x.shape[-1]))
 
-    def tiling(self, q: jax.Array, k: jax.Array, k_start: jax.Array) -> Tiling:
+    def tiling(self, q: jax.Array, k: jax.Array, k_start: Array) -> Tiling:
         """Returns the tiling of q (B, T, H, D) and repeated k (B, S, K * stacks, D)."""
         tiling = Tiling.of(q, k, k_start, self.sizes)
         # `Tiling.of` cuts tiles to short problems; here problems are padded to tiles.
@@ -221,6 +222,7 @@ def choose_cut(
     depth = -(-q.shape[-1] // LANES) * LANES
     is_free = blocks is None
     blocks = blocks or _table_blocks(table, chip, q)
+    held = 0
     choices = blocks.ever_smaller(group) if is_free else [(group, blocks)]
     for number, (heads, blocks) in enumerate(choices):
         # A head's rows must be whole lanes where they lie along the lanes.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ...masks import Visible
+from ...masks import Array, Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E, Scores
 from ..steps import Kernels, PlainForm, Rows
@@ -191,7 +191,10 @@ class Launch(Kernels):
         return TpuBackwardSteps(setup, q, do, jnp.stack((lse, delta), 3))
 
     def _setup(
-        self, choose: Callable, operands: tuple[jax.Array, ...], scores: Scores
+        self,
+        choose: Callable[..., Cut],
+        operands: tuple[jax.Array, jax.Array, Array],
+        scores: Scores,
     ) -> Setup:
         """Cuts a problem. choose: of the next two. operands: q, k and k_start."""
         q, k, _ = operands

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ...masks import Array
 from ..tile_ranges import TileRanges
 from .bounds import Diagonals, RowBounds, Strip, SubBlockBounds, for_each_sub_block
 from .dma import stacked_rows
@@ -115,11 +116,11 @@ class ForwardQueryTile(NamedTuple):
         return self.diagonals.hold(self.first_end)
 
     @property
-    def _lazy_end(self) -> jax.Array:
+    def _lazy_end(self) -> Array:
         """End of the tiles that are attended to lazily: full ones, then a diagonal."""
         return self.ranges.full_end + self._has_diagonal.astype(jnp.int32)
 
-    def _version_before(self, j: jax.Array) -> jax.Array:
+    def _version_before(self, j: Array) -> Array:
         """Returns the version of l and acc, 0 or 1, that key tile j reads.
 
         It is the number of lazy tiles before j, modulo 2: each writes the version that
@@ -272,7 +273,7 @@ class ForwardQueryTile(NamedTuple):
 
 def stack_heads(x_ref: jax.Ref, buffer_ref: jax.Ref | tuple[()]) -> jax.Ref:
     """Returns [G, block_q, D] as [R, D]: itself where G is 1, else in the buffer."""
-    if x_ref.shape[0] == 1:
+    if isinstance(buffer_ref, tuple):  # nothing is stacked
         return x_ref.at[0]
     for head, rows in enumerate(stacked_rows(x_ref.shape[0], buffer_ref.shape[0])):
         buffer_ref[rows, :] = x_ref[head]  # [block_q, D]

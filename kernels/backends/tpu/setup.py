@@ -1,6 +1,6 @@
 """What all launches of a kernel on the same queries share: chip, tiles, and numbers."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class Setup(NamedTuple):
         cls,
         chip: pltpu.TpuInfo,
         cut: Cut,
-        operands: tuple[jax.Array, jax.Array, jax.Array],
+        operands: tuple[jax.Array, jax.Array, Array],
         scores: tuple[float, SoftCap | None],
         interpret: bool | pltpu.InterpretParams,
     ) -> "Setup":
@@ -160,7 +160,12 @@ class Setup(NamedTuple):
         """Bytes of SMEM for numbers of tiles: counts and the compiler take 2 KiB."""
         return self.chip.smem_capacity_bytes - 2**11
 
-    def options(self, tiles: str, matmuls: int, operands: NamedTuple) -> dict[str, Any]:
+    def options(
+        self,
+        tiles: Literal["parallel", "arbitrary"],
+        matmuls: int,
+        operands: NamedTuple,
+    ) -> dict[str, Any]:
         """Returns the options of a `pl.pallas_call` with a grid of (batch, head, tile).
 
         tiles: "parallel", or "arbitrary" if those of a head must run in order on one

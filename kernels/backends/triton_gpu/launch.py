@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,11 +117,12 @@ def triton_call(
         ) from error
     # Since 0.4 jax-triton calls it a type, before that a shape.
     is_typed = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    types: dict[str, Any] = {"out_type" if is_typed else "out_shape": results}
     with jax.named_scope(f"flash_{kernel}"):
         return jax_triton.triton_call(
             *operands,
             kernel=getattr(kernels, kernel),
-            **{"out_type" if is_typed else "out_shape": results},
+            **types,
             grid=(programs,),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
