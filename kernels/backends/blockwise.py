@@ -240,6 +240,7 @@ def _add_tile(
     dq, dk, dv = state
     q_i = tiles.q.read(line, i)  # (R, D)
     do_i = tiles.do.read(line, i)  # (R, D)
+    # Rows after the end have q, do, lse and delta of 0: also unmasked they add nothing.
     s = shared.scale * product("sd,rd->sr", keys.k, q_i)  # (block_k, R)
     s, slope = soft_capped(s, shared.soft_cap)  # (block_k, R)
     p = jnp.exp(s - tiles.lse.read(line, i))  # (block_k, R)
@@ -304,6 +305,7 @@ def _for_each_line(ranges: TileRanges, tiles: Tiles, compute: Callable, state):
 def _for_each_tile(ranges: TileRanges, index, step, state):
     """Runs `step(masked, tile, state)` over the live tiles of one line of tiles."""
     live_begin, full_begin, full_end, live_end = ranges.line(index)
+    # Two bodies are compiled: only partial tiles, at both ends, pay for a mask.
     masked = functools.partial(step, True)
     unmasked = functools.partial(step, False)
     state = lax.fori_loop(live_begin, full_begin, masked, state)

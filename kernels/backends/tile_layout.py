@@ -56,6 +56,7 @@ class Tiling(NamedTuple):
         """
         batch, length, heads, _ = q.shape
         keys, kv_heads = k.shape[1:3]
+        # A problem shorter than a tile is a tile of its own length: nothing is padded.
         return cls(
             block_q=min(sizes.block_q, length),
             block_k=min(sizes.block_k, keys),
@@ -78,6 +79,7 @@ class Tiling(NamedTuple):
 
     def mask(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
         """Returns the mask (R, block_k) of one tile from bounds of its rows, (R,)."""
+        # Keys after the end have numbers that no interval reaches: they need no check.
         k_start = bounds[0][:, None]  # (R, 1)
         k_end = bounds[1][:, None]  # (R, 1)
         slot = j * self.block_k + jnp.arange(self.block_k, dtype=k_start.dtype)
@@ -144,6 +146,7 @@ class Tiling(NamedTuple):
 
     def split_bounds(self, bound: jax.Array) -> jax.Array:
         """Cuts (M, T) to (M, query tiles, R), the bounds of the stacked rows."""
+        # Rows after the end get [0, 0), and see nothing.
         bound = _pad(bound, 1, self.query_tiles * self.block_q)
         bound = bound.reshape(self.bound_rows, self.query_tiles, self.block_q)
         return jnp.tile(bound, (1, 1, self.group))

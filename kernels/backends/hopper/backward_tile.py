@@ -105,6 +105,7 @@ class KeyTileSmem(NamedTuple):
         ds = tiled_smem((2, CONSUMERS * ROWS, config.block_q), dtype)
         dq = tiled_smem((CONSUMERS, ROWS, ROWS), jnp.float32)
         acc = config.ops.acc_smem(ROWS, config.columns)
+        # Both arrive before a stage is refilled: each reads all of Q and dO.
         by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
             k=kv,
@@ -119,6 +120,7 @@ class KeyTileSmem(NamedTuple):
             dv=acc,
             k_full=plgpu.Barrier(),
             v_full=plgpu.Barrier(),
+            # Of TMA's three copies: Q, lse and delta, bounds.
             q_full=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
             do_full=plgpu.Barrier(num_barriers=STAGES),
             q_empty=by_consumers(num_barriers=STAGES),

@@ -242,6 +242,7 @@ class ForwardConsumer(NamedTuple):
         return m, l, acc
 
     def _stage(self, n):
+        # Of V too: it has as many stages as K in `FORWARD`, and must have.
         return lax.rem(n, jnp.int32(self.config.k_stages))
 
     def _softmax(self, s, j, bounds, full, m, l):

@@ -255,6 +255,7 @@ class Launch(Kernels):
         # Without the barrier XLA makes one fusion of delta's sum and what stacks it, in
         # which a thread adds up a row. P of rows after the end is 0.
         delta = _padded_rows(lax.optimization_barrier(delta))
+        # Exponents of 2 in the kernels: P = exp2(s · scale - lse).
         if scores.soft_cap is None:
             lse = lse * LOG2_E
         else:  # of 1 + tanh; of rows without a key P is 0 where all scores are finite

@@ -84,6 +84,7 @@ class QueryTileSmem(NamedTuple):
         cls, config: QueryTileConfig, d: int, dtype: jnp.dtype, is_backward: bool
     ) -> "QueryTileSmem":
         queries = tiled_smem((CONSUMERS, ROWS, d), dtype)
+        # Each consumer begins as soon as its own 64 rows are there.
         of_consumer = plgpu.Barrier(num_barriers=CONSUMERS)
         by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
@@ -138,6 +139,7 @@ class Program(NamedTuple):
     def source(self, operands: QueryOperands) -> QueryOperands:
         """Returns what the producer copies: Q and dO [128, d], K and V [S, d]."""
         group = operands.q.shape[2] // operands.k.shape[2]
+        # Programs of a group follow each other, and find its keys in the L2 cache.
         kv_head = lax.div(self.head, jnp.int32(group))
         queries = self.batch, pl.ds(self.q_tile * BLOCK_Q, BLOCK_Q), self.head
         return operands._replace(

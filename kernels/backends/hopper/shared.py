@@ -60,6 +60,7 @@ WARPGROUP = "warpgroup"
 
 def tiled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Returns the type of SMEM tiles that TMA fills and WGMMA reads."""
+    # WGMMA reads tiles of 8 rows, each as wide as the bytes that are swizzled together.
     columns = SWIZZLE // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -213,6 +214,8 @@ def by_role(consume: Callable[[jax.Array], None], produce: Callable[[], None]) -
     """Runs consume(its number) in a consumer warpgroup, produce() in the producer."""
     wg = lax.axis_index(WARPGROUP)
 
+    # The increase waits for registers that the producer gives up. All three must fit
+    # into the 65,536 of a multiprocessor: 128 · (2 · 240 + 24) = 64,512.
     @pl.when(wg < CONSUMERS)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")

@@ -155,6 +155,7 @@ def backward_call(
             scratch_shapes=[scratch],
         ),
         out_shape=(jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32), dk, dk),
+        # In place: HBM keeps the sums of query tiles that no program visits.
         input_output_aliases={flat_index(operands, "dq"): 0},
         **options,
     )
@@ -224,6 +225,7 @@ def _kernel(
     def _():
         prefetch(here.begin, jnp.int32(0), jnp.bool(True))
 
+    # Here, and not at the first visit: keys that no query sees have gradients of 0.
     for sum_ref in (dk_ref, dv_ref):
         sum_ref[...] = jnp.zeros_like(sum_ref)  # [block_k, D], or swapped
 

@@ -60,12 +60,14 @@ class Resident(Accumulator):
 
     def wait(self, i: jax.Array, n: jax.Array) -> jax.Ref:
         """Drains what `prefetch(i, n)` started; returns tile i, [R, D]."""
+        # Ends do not decrease: no key tile before has seen query tiles from there on.
         is_first = i >= self.near.before.end
         pl.when(is_first)(lambda: wait_all(self._incoming(i, n)))
         return self.buffer.at[i]
 
     def store(self, i: jax.Array, n: jax.Array) -> None:
         """Starts to write tile i after its last visit; drained by the last `end`."""
+        # Begins do not decrease: no later key tile sees query tiles before that one.
         is_last = i < self.near.after.begin
         pl.when(is_last)(lambda: start_all(self._outgoing(i)))
 
@@ -85,9 +87,11 @@ class Resident(Accumulator):
             pl.loop(0, stored)(lambda _: wait_all(self._outgoing(0)))
 
     def _incoming(self, i: jax.Array, n: jax.Array) -> list:
+        # Tiles of two visits at most are on their way in: one waited for, one started.
         return copies(self.source, i, self.buffer.at[i], self.semaphores.at[0, n & 1])
 
     def _outgoing(self, i: jax.Array) -> list:
+        # One for all tiles: nobody waits for a certain one.
         semaphore = self.semaphores.at[1, 0]
         return copies(self.target, i, self.buffer.at[i], semaphore, is_out=True)
 

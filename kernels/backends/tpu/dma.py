@@ -33,6 +33,7 @@ class StackedTiles(NamedTuple):
         orientation = self.orientation
         stacked = stacked_rows(self.ref.shape[0], buffer.shape[orientation.axis])
         block_q = stacked[0].size
+        # The compiler must know that copies begin at whole rows of registers.
         rows = pl.ds(pl.multiple_of(tile * block_q, block_q), block_q)
         pairs = []
         for head, rows_in_stack in enumerate(stacked):

@@ -241,5 +241,6 @@ def _kernel(
         k_ref, v_ref = kv.wait(j, slot)
         work.attend(j, k_ref, v_ref)
 
+    # The next program reads it only where this one has started its first copies.
     scratch.counts[VISITED] = visited + here.end - here.begin
     work.finish(out_ref, lse_ref)

@@ -91,6 +91,7 @@ class ForwardQueryTile(NamedTuple):
         orientation = self.config.orientation
         # Partial tiles behind the last lazy one keep its version.
         src = self._version_before(self.ranges.full_begin - 1)
+        # Stacked heads leave by way of acc: out has their rows apart, head by head.
         is_stacked = out_ref.shape[0] > 1
         normalised_ref = self.state.acc.at[src] if is_stacked else out_ref.at[0]
         for strip, rows in strips(self.q.shape[0]):
@@ -175,6 +176,7 @@ class ForwardQueryTile(NamedTuple):
         plan = LazyPlan(every, blocks.ahead, blocks.behind)
         tile = LazyTile(self.q, k_ref, v_ref, self.state, src, plan, self.config)
 
+        # The exact path updates version 1 - src in place, from what was before the tile.
         def restore() -> None:
             self.state.l[1 - src] = self.state.l[src]
             self.state.acc[1 - src] = self.state.acc[src]
@@ -225,6 +227,7 @@ class ForwardQueryTile(NamedTuple):
 
         def step(_: jax.Array, rows: pl.Slice) -> None:
             q = self.q[rows, :]  # [exact_rows, D]
+            # A few keys will do: m need not be the maximum, only near enough to it.
             k = k_ref[pl.ds(0, LANES), :]  # [128, D]
             s = self.config.scores(q, k)  # [exact_rows, 128], or swapped
             self.state.at(src, rows, orientation).update_max([s], orientation)

@@ -99,7 +99,8 @@ class Setup(NamedTuple):
         else:
             ranges = key_ranges(k_start, k_end, block_q, block_k)
         first_ends = self._first_ends(k_start, k_end)
-        # [M, query tiles, sub-blocks, exact_rows]
+        # Granules of keys outside of [min_k_start, max_k_end) are skipped in a partial
+        # tile: no row of the sub-block sees them. [M, query tiles, sub-blocks, rows]
         rows = tiling.bound_rows, tiling.query_tiles, -1, self.cut.blocks.exact_rows
         numbers = TileNumbers(
             ranges=ranges,
@@ -172,13 +173,15 @@ class Setup(NamedTuple):
           core. matmuls: of a tile. operands: each is read once.
         """
         tiling = self.tiling
-        # All queries with all keys, the most of any mask.
+        # All queries with all keys, the most of any mask. XLA hides a ring's transfers
+        # behind a kernel by this estimate.
         scores = tiling.batch * tiling.kv_heads * tiling.group
         scores *= tiling.length * tiling.keys
         return {
             "compiler_params": pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", tiles),
                 vmem_limit_bytes=vmem_limit(self.chip),
+                # Ten bundles for each copy. `_pad_rows` keeps copies within the keys.
                 disable_bounds_checks=True,
                 flags={
                     "XLA_TPU_FORCE_LP_LLO_SCHEDULER": self.cut.blocks.has_lp_scheduler

@@ -89,6 +89,8 @@ class SoftmaxState(NamedTuple):
 
     def update_max(self, s: list[jax.Array], orientation: Orientation) -> None:
         """Raises m to the maxima of s, scores of these rows, and rescales l and acc."""
+        # Where no key came before, l and acc are 0 and any finite alpha will do: hence
+        # a finite NOTHING.
         m_prev = self.m[...]  # numbers of rows, as m and alpha
         m = jnp.maximum(m_prev, row_maxima(s, orientation))
         alpha = jnp.exp2(m_prev - m)
@@ -248,6 +250,7 @@ class LazyTile(NamedTuple):
             p = jnp.exp2(s_queue.popleft() - m)  # [rows, cols], or swapped
             if is_first:
                 l = initial.l(strip.rows)  # [rows, 128], or [8, rows]
+            # Lane by lane: a sum over lanes would hold up the next matmul.
             l = l + fold(jnp.add, p, orientation.keys_axis)
             p_queue.append((strip, c, p.astype(self.v.dtype)))
             if len(p_queue) > plan.behind:

@@ -203,6 +203,7 @@ class TritonForwardSteps(steps.PlainForm):
         k = _widened(k)  # [B, S, K, block_d]
         v = _widened(v)  # [B, S, K, block_d]
         operands = self.q, k, v, *prepared, carry_out, carry_lse
+        # Known while compiling: without a carry the kernel holds no code for one.
         kernel = replace(self.kernel, sizes=replace(sizes, has_carry=bool(carry)))
         out = jax.ShapeDtypeStruct((batch, length, heads, sizes.depth), jnp.float32)
         lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
@@ -244,6 +245,7 @@ class TritonBackwardSteps(steps.PlainForm):
         k = _widened(k)  # [B, S, K, block_d]
         v = _widened(v)  # [B, S, K, block_d]
         bounds, of_keys, of_queries = prepared
+        # Both kernels compute P and dP from these, each for itself.
         shared = self.q, k, v, self.do, self.lse, self.delta, bounds
         operands = *shared, of_keys
         tiles = self.dkv.sizes.key_tiles
