@@ -37,9 +37,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .backward_tile import (
     STAGES,
     ConsumerPart,
+    KeyConfig,
     KeyOperands,
-    KeyTileConfig,
-    KeyTileSmem,
+    KeySmem,
     WorkTile,
     WorkTiles,
 )
@@ -60,7 +60,7 @@ from .shared import (
 
 
 def backward_call(
-    config: KeyTileConfig,
+    config: KeyConfig,
     operands: KeyOperands,
     dq: jax.Array | None,
     interpret: plgpu.InterpretGPUParams | None,
@@ -83,7 +83,7 @@ def backward_call(
         (operands, dq_ref),
         name="flash_backward" if has_dq else "flash_backward_keys",
         out_type=(gradient, gradient),
-        smem=KeyTileSmem.types(config, operands.q.dtype, has_dq),
+        smem=KeySmem.types(config, operands.q.dtype, has_dq),
         # The last axis is the fastest: the tiles of a head read the same queries.
         grid={"batch": batch, "head": heads, "tile": programs},
         interpret=interpret,
@@ -92,11 +92,11 @@ def backward_call(
 
 
 def _kernel(
-    config: KeyTileConfig,
+    config: KeyConfig,
     inputs: tuple[KeyOperands, jax.Ref | None],  # and dq, (B, T, H, D)
     dk_ref: jax.Ref,  # (B, S, K, D)
     dv_ref: jax.Ref,  # (B, S, K, D)
-    smem: KeyTileSmem,
+    smem: KeySmem,
 ) -> None:
     """Computes one key tile of one key/value head."""
     operands, dq_ref = inputs
@@ -148,7 +148,7 @@ def _kernel(
 
 
 def _produce(
-    config: KeyTileConfig, smem: KeyTileSmem, source: KeyOperands, work_tiles: WorkTiles
+    config: KeyConfig, smem: KeySmem, source: KeyOperands, work_tiles: WorkTiles
 ) -> None:
     """Copies K, V and the work tiles to SMEM, in order of use."""
     count = work_tiles.total()
@@ -186,8 +186,8 @@ class BackwardConsumer(NamedTuple):
     tile_key: first key of the key tile.
     """
 
-    config: KeyTileConfig
-    smem: KeyTileSmem
+    config: KeyConfig
+    smem: KeySmem
     work_tiles: WorkTiles
     tile_key: jax.Array
     full: jax.Ref  # [S / 64, 2], half-open ranges of query tiles that need no mask

@@ -28,14 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .query_tile import (
-    Program,
-    Queries,
-    QueryOperands,
-    QueryTileConfig,
-    QueryTileSmem,
-    copy_queries,
-)
+from .query_tile import Program, Queries, QueryConfig, QueryOperands, QuerySmem
 from .shared import (
     EPILOGUE_COLUMNS,
     ROWS,
@@ -52,7 +45,7 @@ from .shared import (
 
 
 def query_gradients_call(
-    config: QueryTileConfig,
+    config: QueryConfig,
     operands: QueryOperands,
     dq: jax.Array,
     interpret: plgpu.InterpretGPUParams | None,
@@ -65,7 +58,7 @@ def query_gradients_call(
         (operands, dq_ref),
         name="flash_backward_queries",
         out_type=(),
-        smem=QueryTileSmem.types(config, d, operands.q.dtype, is_backward=True),
+        smem=QuerySmem.types(config, d, operands.q.dtype, is_backward=True),
         grid=operands.grid,
         interpret=interpret,
     )
@@ -73,9 +66,9 @@ def query_gradients_call(
 
 
 def _kernel(
-    config: QueryTileConfig,
+    config: QueryConfig,
     inputs: tuple[QueryOperands, jax.Ref],  # and dq, (B, T, H, D)
-    smem: QueryTileSmem,
+    smem: QuerySmem,
 ) -> None:
     """Computes one query tile of one head."""
     operands, dq_ref = inputs
@@ -100,14 +93,14 @@ def _kernel(
     by_role(consume, produce)
 
 
-def _produce(program: Program, smem: QueryTileSmem, source: QueryOperands) -> None:
+def _produce(program: Program, smem: QuerySmem, source: QueryOperands) -> None:
     """Copies Q, dO and the live key tiles to SMEM, in order of use."""
     count = program.end - program.begin
     k, v = program.key_copies(source, smem)
 
-    copy_queries(source.q, smem.q, smem.q_full)
+    program.copy_queries(source.q, smem.q, smem.q_full)
     k.start(jnp.int32(0))
-    copy_queries(source.do, smem.do, smem.do_full)
+    program.copy_queries(source.do, smem.do, smem.do_full)
     v.start(jnp.int32(0))
 
     @pl.loop(1, count)
@@ -122,8 +115,8 @@ def _produce(program: Program, smem: QueryTileSmem, source: QueryOperands) -> No
 class DqConsumer(NamedTuple):
     """A consumer warpgroup and the refs, in GMEM, of its 64 queries."""
 
-    config: QueryTileConfig
-    smem: QueryTileSmem
+    config: QueryConfig
+    smem: QuerySmem
     queries: Queries
     lse: jax.Ref  # [64]
     delta: jax.Ref  # [64]

@@ -21,7 +21,7 @@ STAGES = 2
 """Tiles of Q, and of dO, in SMEM."""
 
 
-class KeyTileConfig(NamedTuple):
+class KeyConfig(NamedTuple):
     """Sizes and constants of a program.
 
     d: head size. Up to MAX_COLUMNS a consumer has half of the keys of a tile. Above, it
@@ -75,7 +75,7 @@ class KeyOperands(NamedTuple):
     bounds: jax.Array
 
 
-class KeyTileSmem(NamedTuple):
+class KeySmem(NamedTuple):
     """Shared memory and barriers of a program, the latter as in `backward`'s table."""
 
     k: jax.Ref  # [block_k, d]
@@ -97,9 +97,7 @@ class KeyTileSmem(NamedTuple):
     ds_exchange: jax.Ref
 
     @classmethod
-    def types(
-        cls, config: KeyTileConfig, dtype: jnp.dtype, has_dq: bool
-    ) -> "KeyTileSmem":
+    def types(cls, config: KeyConfig, dtype: jnp.dtype, has_dq: bool) -> "KeySmem":
         kv = tiled_smem((config.block_k, config.d), dtype)
         row = STAGES, 2, config.block_q
         ds = tiled_smem((2, CONSUMERS * ROWS, config.block_q), dtype)
@@ -171,13 +169,13 @@ class ConsumerPart(NamedTuple):
     first_key: of its keys. columns: its columns of dk and dv.
     """
 
-    config: KeyTileConfig
+    config: KeyConfig
     wg: jax.Array
     first_key: jax.Array
     columns: pl.Slice
 
     @classmethod
-    def of(cls, config: KeyTileConfig, wg: jax.Array) -> "ConsumerPart":
+    def of(cls, config: KeyConfig, wg: jax.Array) -> "ConsumerPart":
         if config.splits_keys:
             return cls(config, wg, wg * ROWS, pl.ds(0, config.columns))
         # That is 0, which ptxas does not know: else it keeps all addresses of keys.

@@ -35,14 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...precision import LOG2_E
-from .query_tile import (
-    Program,
-    Queries,
-    QueryOperands,
-    QueryTileConfig,
-    QueryTileSmem,
-    copy_queries,
-)
+from .query_tile import Program, Queries, QueryConfig, QueryOperands, QuerySmem
 from .shared import (
     EPILOGUE_COLUMNS,
     ROWS,
@@ -64,7 +57,7 @@ M_INIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def forward_call(
-    config: QueryTileConfig,
+    config: QueryConfig,
     operands: QueryOperands,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -82,18 +75,18 @@ def forward_call(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
-        smem=QueryTileSmem.types(config, d, operands.q.dtype, is_backward=False),
+        smem=QuerySmem.types(config, d, operands.q.dtype, is_backward=False),
         grid=operands.grid,
         interpret=interpret,
     )
 
 
 def _kernel(
-    config: QueryTileConfig,
+    config: QueryConfig,
     operands: QueryOperands,
     out_ref: jax.Ref,  # (B, T, H, D)
     lse_ref: jax.Ref,  # (B, H, T)
-    smem: QueryTileSmem,
+    smem: QuerySmem,
 ) -> None:
     """Computes one query tile of one head."""
     program = Program.of(operands.live)
@@ -126,13 +119,13 @@ def _kernel(
     by_role(consume, produce)
 
 
-def _produce(program: Program, smem: QueryTileSmem, source: QueryOperands) -> None:
+def _produce(program: Program, smem: QuerySmem, source: QueryOperands) -> None:
     """Copies Q and the live key tiles to SMEM, in order of use."""
     count = program.end - program.begin
     k, v = program.key_copies(source, smem)
 
     k.start(jnp.int32(0))
-    copy_queries(source.q, smem.q, smem.q_full)
+    program.copy_queries(source.q, smem.q, smem.q_full)
 
     # V(n-1) behind K(n), as consumers read them: S(n) is issued before P(n-1) V(n-1).
     @pl.loop(1, count)
@@ -147,8 +140,8 @@ def _produce(program: Program, smem: QueryTileSmem, source: QueryOperands) -> No
 class ForwardConsumer(NamedTuple):
     """A consumer warpgroup and the refs, in GMEM, of its 64 queries."""
 
-    config: QueryTileConfig
-    smem: QueryTileSmem
+    config: QueryConfig
+    smem: QuerySmem
     wg: jax.Array
     queries: Queries
     out: jax.Ref  # [64, d]

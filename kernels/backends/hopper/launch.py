@@ -23,9 +23,9 @@ from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
 from . import forward as forward_kernel
-from .backward_tile import MAX_COLUMNS, KeyOperands, KeyTileConfig
+from .backward_tile import MAX_COLUMNS, KeyConfig, KeyOperands
 from .emulation import EmulatedOps
-from .query_tile import QueryOperands, QueryTileConfig
+from .query_tile import QueryConfig, QueryOperands
 from .shared import BLOCK_Q, ROWS, NativeOps
 
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
@@ -65,7 +65,7 @@ def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> Query
 
 
 def _of_key_tiles(
-    k_start: jax.Array, k_end: jax.Array, config: KeyTileConfig, keys: int
+    k_start: jax.Array, k_end: jax.Array, config: KeyConfig, keys: int
 ) -> KeyBounds:
     """Finds the live query tiles of key tiles. k_start, k_end: (M, L)."""
     block_q = config.block_q
@@ -83,7 +83,7 @@ class HopperForwardSteps:
     shape: (B, L, H, D). q: the same in whole tiles, (B, T, H, d).
     """
 
-    config: QueryTileConfig
+    config: QueryConfig
     interpret: plgpu.InterpretGPUParams | None
     shape: tuple[int, ...]
     q: jax.Array
@@ -130,8 +130,8 @@ class HopperBackwardSteps:
     lse_delta: the same for the kernel of dk and dv, (B, H, T / block_q, 2, block_q).
     """
 
-    key_config: KeyTileConfig
-    query_config: QueryTileConfig | None
+    key_config: KeyConfig
+    query_config: QueryConfig | None
     interpret: plgpu.InterpretGPUParams | None
     shape: tuple[int, ...]
     keys: int
@@ -232,7 +232,7 @@ class Launch(Kernels):
         shape = q.shape
         q, scale, tanh_scale = forward_factors(q, scores)
         blocks = self.blocks or FORWARD[d]
-        config = QueryTileConfig(*blocks, scale, tanh_scale, self.ops)
+        config = QueryConfig(*blocks, scale, tanh_scale, self.ops)
         q = _padded(q, BLOCK_Q, d)  # (B, T, H, d)
         return HopperForwardSteps(config, self.interpret, shape, q)
 
@@ -247,8 +247,8 @@ class Launch(Kernels):
         query_config = None
         if d > MAX_COLUMNS or self.is_deterministic:
             blocks = BACKWARD_DQ[d]
-            query_config = QueryTileConfig(*blocks, scale, tanh_scale, self.ops)
-        key_config = KeyTileConfig(d, BACKWARD[d], scale, tanh_scale, self.ops)
+            query_config = QueryConfig(*blocks, scale, tanh_scale, self.ops)
+        key_config = KeyConfig(d, BACKWARD[d], scale, tanh_scale, self.ops)
         keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
         if scores.soft_cap is not None and keys == BLOCK_K:
             keys += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores

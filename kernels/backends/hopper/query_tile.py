@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .shared import BLOCK_Q, CONSUMERS, ROWS, NativeOps, empty_stage, tiled_smem
 
 
-class QueryTileConfig(NamedTuple):
+class QueryConfig(NamedTuple):
     """Sizes and constants of a program.
 
     block_k: keys of a tile. k_stages, v_stages: tiles of K (2 at least) and V in SMEM.
@@ -63,7 +63,7 @@ class QueryOperands(NamedTuple):
         return {"tile": length // BLOCK_Q, "batch": batch, "head": heads}
 
 
-class QueryTileSmem(NamedTuple):
+class QuerySmem(NamedTuple):
     """Shared memory and barriers of a program, the latter as in the kernels' tables."""
 
     q: jax.Ref  # [2, 64, d]
@@ -81,8 +81,8 @@ class QueryTileSmem(NamedTuple):
 
     @classmethod
     def types(
-        cls, config: QueryTileConfig, d: int, dtype: jnp.dtype, is_backward: bool
-    ) -> "QueryTileSmem":
+        cls, config: QueryConfig, d: int, dtype: jnp.dtype, is_backward: bool
+    ) -> "QuerySmem":
         queries = tiled_smem((CONSUMERS, ROWS, d), dtype)
         # Each consumer begins as soon as its own 64 rows are there.
         of_consumer = plgpu.Barrier(num_barriers=CONSUMERS)
@@ -150,12 +150,19 @@ class Program(NamedTuple):
         )
 
     def key_copies(
-        self, source: QueryOperands, smem: QueryTileSmem
+        self, source: QueryOperands, smem: QuerySmem
     ) -> tuple["KeyCopies", "KeyCopies"]:
         """Returns those of K and of V. source: what `source` returns."""
         k = KeyCopies(self.begin, source.k, smem.k, smem.k_full, smem.k_empty)
         v = KeyCopies(self.begin, source.v, smem.v, smem.v_full, smem.v_empty)
         return k, v
+
+    @staticmethod
+    def copy_queries(source: jax.Ref, buffer: jax.Ref, full: jax.Ref) -> None:
+        """Copies Q or dO [128, d] for both consumers."""
+        for wg in range(CONSUMERS):
+            rows = source.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
+            plgpu.copy_gmem_to_smem(rows, buffer.at[wg], full.at[wg])
 
 
 class KeyCopies(NamedTuple):
@@ -191,10 +198,3 @@ class Queries(NamedTuple):
     k_start: jax.Ref  # [64]
     k_end: jax.Ref  # [64]
     full: jax.Ref  # [2]
-
-
-def copy_queries(source: jax.Ref, buffer: jax.Ref, full: jax.Ref) -> None:
-    """Copies Q or dO [128, d] for both consumers."""
-    for wg in range(CONSUMERS):
-        rows = source.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
-        plgpu.copy_gmem_to_smem(rows, buffer.at[wg], full.at[wg])

@@ -184,7 +184,7 @@ class Launch(Kernels):
         setup = self._setup(cut_backward, (q, k, visible.k_start), scores)
         # Less the offset, P comes out times 2**offset. Of rows without keys it is 0.
         lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - setup.offset)
-        # Rows after the end get lse, delta, q and do of 0: P is 1 there, and adds nothing.
+        # Rows after the end get lse, delta, q and do of 0: they add nothing.
         lse = setup.tiling.split_rows(lse)  # [M, X, query tiles, R]
         delta = setup.tiling.split_rows(delta)  # [M, X, query tiles, R]
         q = setup.queries(q)  # [M, X, G, query tiles * block_q, D]

@@ -176,7 +176,7 @@ class ForwardQueryTile(NamedTuple):
         plan = LazyPlan(every, blocks.ahead, blocks.behind)
         tile = LazyTile(self.q, k_ref, v_ref, self.state, src, plan, self.config)
 
-        # The exact path updates version 1 - src in place, from what was before the tile.
+        # The exact path updates version 1 - src in place, from the state before.
         def restore() -> None:
             self.state.l[1 - src] = self.state.l[src]
             self.state.acc[1 - src] = self.state.acc[src]
