@@ -82,13 +82,15 @@ def backward(
       dq (B, T, H, D), dk and dv (B, S, K, D): float32. The factor `scale` of dq and dk
       is left to the end of a ring.
     """
-    mask, scores = _mask(k.shape[1], k_start, k_end), Scores(scale, soft_cap)
+    mask = _mask(k.shape[1], k_start, k_end)  # (B, T, S)
+    scores = Scores(scale, soft_cap)
     s, mask, slope = _scores(q, k, mask, scores)  # (B, K, G, T, S)
     grouped = s.shape[:4]  # (B, K, G, T)
     rows = (q.shape[0], q.shape[1], *grouped[1:3], q.shape[3])
-    q, do = q.reshape(rows), do.reshape(rows)  # (B, T, K, G, D)
+    q = q.reshape(rows)  # (B, T, K, G, D)
+    do = do.reshape(rows)  # (B, T, K, G, D)
     p = _probabilities(s, lse.reshape(grouped), mask)  # (B, K, G, T, S)
-    dp = product("btkgd,bskd->bkgts", do, v)
+    dp = product("btkgd,bskd->bkgts", do, v)  # (B, K, G, T, S)
     ds = (p * (dp - delta.reshape(grouped)[..., None]) * slope).astype(q.dtype)
     dv = product("bkgts,btkgd->bskd", p.astype(q.dtype), do)  # (B, S, K, D)
     dk = product("bkgts,btkgd->bskd", ds, q)  # (B, S, K, D)
@@ -107,9 +109,10 @@ def _scores(
 ) -> tuple[jax.Array, jax.Array, jax.Array | float]:
     """Returns masked scores (B, K, G, T, S), mask (B, 1, 1, T, S), slope of the cap."""
     batch, length, heads, depth = q.shape
-    kv_heads, (scale, soft_cap) = k.shape[2], scores
+    kv_heads = k.shape[2]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, depth)
-    s, slope = soft_capped(scale * product("btkgd,bskd->bkgts", q, k), soft_cap)
+    s = scores.scale * product("btkgd,bskd->bkgts", q, k)  # (B, K, G, T, S)
+    s, slope = soft_capped(s, scores.soft_cap)  # (B, K, G, T, S)
     mask = mask[:, None, None]  # (B, 1, 1, T, S)
     return jnp.where(mask, s, -jnp.inf), mask, slope
 

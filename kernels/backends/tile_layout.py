@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..masks import in_interval
+from ..masks import Array, in_interval
 from ..precision import accumulator_type
 
 
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
         cls,
         q: jax.Array,
         k: jax.Array,
-        k_start: jax.Array,
+        k_start: Array,
         sizes: BlockSizes,
     ) -> "Tiling":
         """Builds the tiling of an attention of q (B, T, H, D) to k (B, S, K, D).
@@ -56,6 +56,7 @@ class Tiling(NamedTuple):
         """
         batch, length, heads, _ = q.shape
         keys, kv_heads = k.shape[1:3]
+        # A problem shorter than a tile is a tile of its own length: nothing is padded.
         return cls(
             block_q=min(sizes.block_q, length),
             block_k=min(sizes.block_k, keys),
@@ -78,7 +79,9 @@ class Tiling(NamedTuple):
 
     def mask(self, bounds: tuple[jax.Array, jax.Array], j: jax.Array) -> jax.Array:
         """Returns the mask (R, block_k) of one tile from bounds of its rows, (R,)."""
-        k_start, k_end = (bound[:, None] for bound in bounds)  # (R, 1)
+        # Keys after the end have numbers that no interval reaches: they need no check.
+        k_start = bounds[0][:, None]  # (R, 1)
+        k_end = bounds[1][:, None]  # (R, 1)
         slot = j * self.block_k + jnp.arange(self.block_k, dtype=k_start.dtype)
         return in_interval(k_start, slot, k_end)
 
@@ -143,6 +146,7 @@ class Tiling(NamedTuple):
 
     def split_bounds(self, bound: jax.Array) -> jax.Array:
         """Cuts (M, T) to (M, query tiles, R), the bounds of the stacked rows."""
+        # Rows after the end get [0, 0), and see nothing.
         bound = _pad(bound, 1, self.query_tiles * self.block_q)
         bound = bound.reshape(self.bound_rows, self.query_tiles, self.block_q)
         return jnp.tile(bound, (1, 1, self.group))
@@ -174,15 +178,16 @@ class Tiles:
 
     def read(self, line: jax.Array, i: jax.Array) -> jax.Array:
         """Returns tile i of a line."""
-        place = line * self.shape[0] + i
-        tile = lax.dynamic_index_in_dim(self.numbers, place)
+        number = line * self.shape[0] + i
+        tile = lax.dynamic_index_in_dim(self.numbers, number)
         # Without the barrier XLA copies it in its shape all the same.
         return lax.optimization_barrier(tile).reshape(self.shape[1:])
 
     def write(self, line: jax.Array, i: jax.Array, tile: jax.Array) -> "Tiles":
         """Returns the tiles with another one as tile i of a line."""
-        place, row = line * self.shape[0] + i, tile.reshape(-1)
-        numbers = lax.dynamic_update_index_in_dim(self.numbers, row, place, 0)
+        number = line * self.shape[0] + i
+        row = tile.reshape(-1)
+        numbers = lax.dynamic_update_index_in_dim(self.numbers, row, number, 0)
         return Tiles(numbers, self.shape)
 
 

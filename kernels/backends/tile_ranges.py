@@ -13,7 +13,7 @@ query tiles of a key tile, which drives the loops for dK and dV.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,10 @@ class TileRanges(NamedTuple):
     full_end: Array
     live_end: Array
 
+    def line(self, index: Any) -> "TileRanges":
+        """Returns the ranges of one line of tiles, numbers each."""
+        return TileRanges(*(bound[index] for bound in self))
+
     def work(self) -> Array:
         """Returns the number of live tiles of each line, (B, tiles)."""
         return self.live_end - self.live_begin
@@ -52,11 +56,11 @@ def key_ranges(k_start: Array, k_end: Array, block_q: int, block_k: int) -> Tile
     """
     k_start_first, k_start_last = _edges(k_start, block_q)
     k_end_first, k_end_last = _edges(k_end, block_q)
-    live_begin = k_start_first // block_k
+    live_begin = k_start_first // block_k  # (B, tiles), as the next three
     live_end = -(-k_end_last // block_k)
-    return _ordered(
-        live_begin, -(-k_start_last // block_k), k_end_first // block_k, live_end
-    )
+    full_begin = -(-k_start_last // block_k)
+    full_end = k_end_first // block_k
+    return _ordered(live_begin, full_begin, full_end, live_end)
 
 
 def query_ranges(
@@ -71,18 +75,22 @@ def query_ranges(
     k_end_first, k_end_last = _edges(k_end, block_q)
     first_key = np.arange(0, num_keys, block_k, dtype=np.int32)
     last_key = first_key + block_k - 1
+    # Tiles of rows with k_end <= key, or with k_start <= key, come first: bounds do not
+    # decrease. Of live tiles the last row sees the first key, or the first row the last
+    # key; of full tiles all rows see both.
     return _ordered(
-        _count_below(k_end_last, first_key + 1),
-        _count_below(k_end_first, last_key + 1),
-        _count_below(k_start_last, first_key + 1),
-        _count_below(k_start_first, last_key + 1),
+        live_begin=_count_below(k_end_last, first_key + 1),
+        full_begin=_count_below(k_end_first, last_key + 1),
+        full_end=_count_below(k_start_last, first_key + 1),
+        live_end=_count_below(k_start_first, last_key + 1),
     )
 
 
 def _edges(bound: Array, block: int) -> tuple[Array, Array]:
     """Returns a bound at the first and the last row of every tile, (B, tiles) each."""
-    first, last = bound[:, ::block], bound[:, block - 1 :: block]
-    if bound.shape[1] % block:
+    first = bound[:, ::block]
+    last = bound[:, block - 1 :: block]
+    if bound.shape[1] % block:  # the last tile is cut off, and ends with the last row
         xp = jnp if isinstance(bound, jax.Array) else np
         last = xp.concatenate([last, bound[:, -1:]], axis=1)
     return first, last
@@ -91,6 +99,8 @@ def _edges(bound: Array, block: int) -> tuple[Array, Array]:
 def _ordered(
     live_begin: Array, full_begin: Array, full_end: Array, live_end: Array
 ) -> TileRanges:
+    # Where no tile is full, full_begin may lie behind full_end, or outside of the live
+    # tiles: unclipped, the loops would compute partial tiles twice.
     xp = jnp if isinstance(live_begin, jax.Array) else np
     live_end = xp.maximum(live_begin, live_end)
     full_begin = full_begin.clip(live_begin, live_end)

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 from kernels.backends.hopper import shared
-from kernels.backends.hopper.forward import Consumer
+from kernels.backends.hopper.forward import ForwardConsumer
 from kernels.backends.hopper.launch import (
     BACKWARD,
     BACKWARD_DQ,
@@ -181,12 +181,12 @@ def test_spills_are_reported():
 
 @pytest.mark.thorough
 def test_products_that_wait_for_each_other_are_reported(monkeypatch):
-    softmax = Consumer._softmax
+    softmax = ForwardConsumer._softmax
 
     def barred(self, *operands):
         return lax.optimization_barrier(softmax(self, *operands))
 
-    monkeypatch.setattr(Consumer, "_softmax", barred)
+    monkeypatch.setattr(ForwardConsumer, "_softmax", barred)
     case = step(128, has_carry=True)
     (kernel,) = compiled.__wrapped__("forward", case).kernels
     assert kernel.serialized == 1

@@ -254,8 +254,9 @@ def test_there_is_code_for_partial_tiles_of_visiting_stripes(width, is_later, gr
     assert partial.any() == (width < 1024) and partial.max() <= 1
     has_forward = width != 512 or group >= 4
     has_backward = has_forward and not (width == 256 and is_later and group < 4)
-    known = Diagonals.of(TPU_FORWARD["v5e"], block_q, has_all=True)
+    known = Diagonals.of(TPU_FORWARD["v5e"], block_q, with_staircases=True)
     first_ends = known.first_ends(ranges, *rows) - ranges.full_end * block_k
-    for has_all, has_code in (True, has_forward), (False, has_backward):
-        found = Diagonals.of(TPU_FORWARD["v5e"], block_q, has_all).hold(first_ends)
+    for with_staircases, has_code in (True, has_forward), (False, has_backward):
+        known = Diagonals.of(TPU_FORWARD["v5e"], block_q, with_staircases)
+        found = known.hold(first_ends)
         np.testing.assert_array_equal(found, has_code * partial)

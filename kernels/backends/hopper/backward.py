@@ -36,10 +36,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .backward_tile import (
     STAGES,
-    BackwardTile,
+    ConsumerPart,
+    KeyConfig,
     KeyOperands,
-    Part,
-    Smem,
+    KeySmem,
     WorkTile,
     WorkTiles,
 )
@@ -60,7 +60,7 @@ from .shared import (
 
 
 def backward_call(
-    tile: BackwardTile,
+    config: KeyConfig,
     operands: KeyOperands,
     dq: jax.Array | None,
     interpret: plgpu.InterpretGPUParams | None,
@@ -74,32 +74,34 @@ def backward_call(
       dq, and dk and dv, float32, shaped like k.
     """
     batch, length, heads, _ = operands.k.shape
-    programs, has_dq = length // tile.block_k, dq is not None
-    dq_ref = tile.ops.new_sum(dq, programs) if has_dq else None
+    programs = length // config.block_k
+    has_dq = dq is not None
+    dq_ref = config.ops.new_sum(dq, programs) if has_dq else None
     gradient = jax.ShapeDtypeStruct(operands.k.shape, jnp.float32)
     dk, dv = run_kernel(
-        lambda inputs, *others: _kernel(tile, *inputs, *others),
+        functools.partial(_kernel, config),
         (operands, dq_ref),
         name="flash_backward" if has_dq else "flash_backward_keys",
         out_type=(gradient, gradient),
-        smem=Smem.types(tile, operands.q.dtype, has_dq),
+        smem=KeySmem.types(config, operands.q.dtype, has_dq),
         # The last axis is the fastest: the tiles of a head read the same queries.
         grid={"batch": batch, "head": heads, "tile": programs},
         interpret=interpret,
     )
-    return tile.ops.freeze_sum(dq_ref) if has_dq else None, dk, dv
+    return config.ops.freeze_sum(dq_ref) if has_dq else None, dk, dv
 
 
 def _kernel(
-    tile: BackwardTile,
-    operands: KeyOperands,
-    dq_ref: jax.Ref | None,  # (B, T, H, D)
+    config: KeyConfig,
+    inputs: tuple[KeyOperands, jax.Ref | None],  # and dq, (B, T, H, D)
     dk_ref: jax.Ref,  # (B, S, K, D)
     dv_ref: jax.Ref,  # (B, S, K, D)
-    smem: Smem,
+    smem: KeySmem,
 ) -> None:
     """Computes one key tile of one key/value head."""
-    batch, head = lax.axis_index("batch"), lax.axis_index("head")
+    operands, dq_ref = inputs
+    batch = lax.axis_index("batch")
+    head = lax.axis_index("head")
     k_tile = lax.axis_index("tile")
     bound_row = batch if operands.live.shape[0] > 1 else 0
     group = operands.q.shape[2] // operands.k.shape[2]
@@ -112,16 +114,18 @@ def _kernel(
     is_live = work_tiles.begin < work_tiles.end
 
     def consume(wg: jax.Array) -> None:
-        part = Part.of(tile, wg)
-        tile_key = k_tile * tile.block_k
+        part = ConsumerPart.of(config, wg)
+        tile_key = k_tile * config.block_k
         keys = pl.ds(tile_key + part.first_key, ROWS)
-        consumer = Consumer(
-            tile=tile,
+        consumer = BackwardConsumer(
+            config=config,
             smem=smem,
             work_tiles=work_tiles,
             tile_key=tile_key,
             full=operands.full.at[bound_row],
-            dq=dq_ref if dq_ref is None else tile.ops.addend(dq_ref, k_tile).at[batch],
+            dq=dq_ref
+            if dq_ref is None
+            else config.ops.addend(dq_ref, k_tile).at[batch],
             dk=dk_ref.at[batch, keys, head, part.columns],
             dv=dv_ref.at[batch, keys, head, part.columns],
         )
@@ -129,7 +133,7 @@ def _kernel(
         pl.when(~is_live)(consumer.write_zeros)
 
     def produce() -> None:
-        keys = pl.ds(k_tile * tile.block_k, tile.block_k)
+        keys = pl.ds(k_tile * config.block_k, config.block_k)
         source = operands._replace(
             k=operands.k.at[batch, keys, head],  # [block_k, d]
             v=operands.v.at[batch, keys, head],  # [block_k, d]
@@ -138,21 +142,21 @@ def _kernel(
             lse_delta=operands.lse_delta.at[batch],  # [H, T / block_q, 2, block_q]
             bounds=operands.bounds.at[bound_row],  # [T / block_q, 2, block_q]
         )
-        pl.when(is_live)(lambda: _produce(tile, smem, source, work_tiles))
+        pl.when(is_live)(lambda: _produce(config, smem, source, work_tiles))
 
     by_role(consume, produce)
 
 
 def _produce(
-    tile: BackwardTile, smem: Smem, source: KeyOperands, work_tiles: WorkTiles
+    config: KeyConfig, smem: KeySmem, source: KeyOperands, work_tiles: WorkTiles
 ) -> None:
     """Copies K, V and the work tiles to SMEM, in order of use."""
-    count = work_tiles.count()
+    count = work_tiles.total()
     plgpu.copy_gmem_to_smem(source.k, smem.k, smem.k_full)
 
     def copy(n, work):
         i, head = work
-        queries = pl.ds(i * tile.block_q, tile.block_q)
+        queries = pl.ds(i * config.block_q, config.block_q)
         stage = empty_stage(n, STAGES, smem.q_empty)
         full = smem.q_full.at[stage]
         for x, buffer in (
@@ -176,14 +180,14 @@ def _produce(
         wait_for_last_arrivals(count, STAGES, empty)
 
 
-class Consumer(NamedTuple):
+class BackwardConsumer(NamedTuple):
     """A consumer warpgroup and the refs, in GMEM, of its keys.
 
     tile_key: first key of the key tile.
     """
 
-    tile: BackwardTile
-    smem: Smem
+    config: KeyConfig
+    smem: KeySmem
     work_tiles: WorkTiles
     tile_key: jax.Array
     full: jax.Ref  # [S / 64, 2], half-open ranges of query tiles that need no mask
@@ -193,9 +197,10 @@ class Consumer(NamedTuple):
 
     def accumulate(self) -> None:
         """Computes the gradients; there is one live query tile at least."""
-        smem, ops = self.smem, self.tile.ops
+        smem = self.smem
+        ops = self.config.ops
         wg = lax.axis_index(WARPGROUP)
-        shape = ROWS, self.tile.columns
+        shape = ROWS, self.config.columns
 
         def with_dk(dk_acc):
             with_dv = functools.partial(self._all_work_tiles, dk_acc)
@@ -220,13 +225,13 @@ class Consumer(NamedTuple):
             self._work_tile(n, work, dk_acc, dv_acc)
             return work_tiles.next(work)
 
-        end = lax.fori_loop(0, work_tiles.count(), step, work_tiles.first())
+        end = lax.fori_loop(0, work_tiles.total(), step, work_tiles.first())
         plgpu.wgmma_wait(0)  # drains dK of the last work tile
-        self._release(work_tiles.count() - 1)
+        self._release(work_tiles.total() - 1)
         if self.dq is not None:
             plgpu.barrier_wait(smem.ds_exchange)  # both have stored the last dS
-            part = Part.of(self.tile, lax.axis_index(WARPGROUP))
-            self._add_dq(part, work_tiles.count() - 1, work_tiles.previous(end), None)
+            part = ConsumerPart.of(self.config, lax.axis_index(WARPGROUP))
+            self._add_dq(part, work_tiles.total() - 1, work_tiles.previous(end), None)
         self.dk[...] = dk_acc[...]  # [64, columns]
         self.dv[...] = dv_acc[...]  # [64, columns]
         if self.dq is not None:
@@ -234,17 +239,17 @@ class Consumer(NamedTuple):
 
     def _work_tile(self, n, work, dk_acc, dv_acc) -> None:
         """Accumulates dK(n) and dV(n), and dQ(n-1)."""
-        tile, smem = self.tile, self.smem
+        config, smem = self.config, self.smem
         # Asked for in each step: else ptxas keeps, and spills, all addresses that
         # depend on it.
-        part = Part.of(tile, lax.axis_index(WARPGROUP))
+        part = ConsumerPart.of(config, lax.axis_index(WARPGROUP))
         stage = lax.rem(n, jnp.int32(STAGES))
         plgpu.barrier_wait(smem.q_full.at[stage])  # TMA: Q(n), lse, delta and bounds
         ds = self._score_gradients(n, work.i, part, dv_acc)  # [64, block_q]
 
         def issue_dk() -> None:
             q = smem.q.at[stage, :, part.columns]  # [block_q, columns]
-            tile.ops.wgmma(dk_acc, ds, q)  # group: dK += dS Q
+            config.ops.wgmma(dk_acc, ds, q)  # group: dK += dS Q
 
         # In flight: dV(n).
         if self.dq is None:
@@ -269,12 +274,12 @@ class Consumer(NamedTuple):
 
     def _score_gradients(self, n, i, part, dv_acc) -> jax.Array:
         """Returns dSᵀ [64, block_q] of query tile i, with dV(n) in flight."""
-        tile, smem = self.tile, self.smem
+        config, smem = self.config, self.smem
         dtype = smem.q.dtype
         stage = lax.rem(n, jnp.int32(STAGES))
         do_stage = lax.rem(n, jnp.int32(STAGES))
         do = smem.do.at[do_stage]  # [block_q, d]
-        acc = plgpu.ACC((ROWS, tile.block_q))
+        acc = plgpu.ACC((ROWS, config.block_q))
 
         def scores(s_acc, *dp_acc):
             k = smem.k.at[part.keys]  # [64, d]
@@ -298,7 +303,7 @@ class Consumer(NamedTuple):
             p, weight = self._probabilities(s, stage, i, part)  # [64, block_q] each
 
             # Group: dV += P dO.
-            tile.ops.wgmma(dv_acc, p.astype(dtype), do.at[:, part.columns])
+            config.ops.wgmma(dv_acc, p.astype(dtype), do.at[:, part.columns])
             # Drains dP(n); dV(n) stays in flight.
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)  # [64, block_q]
             delta = load(smem.lse_delta.at[stage, 1], WGMMA_COL)  # [block_q]
@@ -309,7 +314,7 @@ class Consumer(NamedTuple):
 
     def _probabilities(self, s, stage, i, part) -> tuple[jax.Array, jax.Array]:
         """Returns `probabilities` of query tile i from s = K Qᵀ [64, block_q]."""
-        tile, smem = self.tile, self.smem
+        config, smem = self.config, self.smem
         lse = load(smem.lse_delta.at[stage, 0], WGMMA_COL)  # [block_q]
 
         def masked(x, fill):
@@ -323,17 +328,17 @@ class Consumer(NamedTuple):
             is_full = (full[0] <= i) & (i < full[1])
             return lax.cond(is_full, lambda x: x, of_partial, x)
 
-        return probabilities(tile, s, broadcast_rows(lse, ROWS), masked)
+        return probabilities(config, s, broadcast_rows(lse, ROWS), masked)
 
     def _add_dq(
-        self, part: Part, n, work: WorkTile, issue: Callable[[], None] | None
+        self, part: ConsumerPart, n, work: WorkTile, issue: Callable[[], None] | None
     ) -> None:
         """Adds the partial gradient dQ(n) of a work tile, the previous one, to GMEM.
 
         n: -1 at the first work tile, which has no previous one.
         issue: issues a WGMMA of this work tile, dK(n+1), to run while dQ(n) is stored.
         """
-        tile, smem = self.tile, self.smem
+        config, smem = self.config, self.smem
         queries, columns = part.dq_block
 
         def store(dq) -> None:
@@ -341,8 +346,10 @@ class Consumer(NamedTuple):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # TMA has read the last dQ
             buffer[...] = dq
             plgpu.commit_smem()  # orders the store before the TMA
-            rows = pl.ds(work.i * tile.block_q + queries.start, ROWS)
-            tile.ops.copy_smem_to_gmem_add(buffer, self.dq.at[rows, work.head, columns])
+            rows = pl.ds(work.i * config.block_q + queries.start, ROWS)
+            config.ops.copy_smem_to_gmem_add(
+                buffer, self.dq.at[rows, work.head, columns]
+            )
 
         def body(dq_acc):
             # n + 2, as lax.rem of -1 is negative. dS(n) is stored transposed.

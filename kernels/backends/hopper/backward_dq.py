@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .query_tile import Operands, Program, Queries, QueryTile, Smem, copy_queries
+from .query_tile import Program, Queries, QueryConfig, QueryOperands, QuerySmem
 from .shared import (
     EPILOGUE_COLUMNS,
     ROWS,
@@ -45,19 +45,20 @@ from .shared import (
 
 
 def query_gradients_call(
-    tile: QueryTile,
-    operands: Operands,
+    config: QueryConfig,
+    operands: QueryOperands,
     dq: jax.Array,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     """Adds to dq, float32 (B, T, H, D), in its place."""
-    d, dq_ref = operands.q.shape[-1], jax.new_ref(dq)
+    d = operands.q.shape[-1]
+    dq_ref = jax.new_ref(dq)
     run_kernel(
-        lambda inputs, smem: _kernel(tile, *inputs, smem),
+        functools.partial(_kernel, config),
         (operands, dq_ref),
         name="flash_backward_queries",
         out_type=(),
-        smem=Smem.types(tile, d, operands.q.dtype, is_backward=True),
+        smem=QuerySmem.types(config, d, operands.q.dtype, is_backward=True),
         grid=operands.grid,
         interpret=interpret,
     )
@@ -65,21 +66,24 @@ def query_gradients_call(
 
 
 def _kernel(
-    tile: QueryTile,
-    operands: Operands,
-    dq_ref: jax.Ref,  # (B, T, H, D)
-    smem: Smem,
+    config: QueryConfig,
+    inputs: tuple[QueryOperands, jax.Ref],  # and dq, (B, T, H, D)
+    smem: QuerySmem,
 ) -> None:
     """Computes one query tile of one head."""
+    operands, dq_ref = inputs
     program = Program.of(operands.live)
     begin, end = program.begin, program.end
 
     def consume(wg: jax.Array) -> None:
+        batch, head = program.batch, program.head
         queries = program.queries(operands, wg)
-        batch, head, rows = program.batch, program.head, queries.rows
-        lse, delta = (x.at[batch, head, rows] for x in operands.lse_delta)
-        dq = dq_ref.at[batch, rows, head]
-        consumer = Consumer(tile, smem, queries, lse, delta, dq)
+        rows = queries.rows
+        lse, delta = operands.lse_delta
+        lse = lse.at[batch, head, rows]  # [64]
+        delta = delta.at[batch, head, rows]  # [64]
+        dq = dq_ref.at[batch, rows, head]  # [64, d]
+        consumer = DqConsumer(config, smem, queries, lse, delta, dq)
         pl.when(begin < end)(lambda: consumer.accumulate(begin, end))
 
     def produce() -> None:
@@ -89,31 +93,30 @@ def _kernel(
     by_role(consume, produce)
 
 
-def _produce(program: Program, smem: Smem, source: Operands) -> None:
+def _produce(program: Program, smem: QuerySmem, source: QueryOperands) -> None:
     """Copies Q, dO and the live key tiles to SMEM, in order of use."""
     count = program.end - program.begin
-    k_copy = source.k, smem.k, smem.k_full, smem.k_empty
-    v_copy = source.v, smem.v, smem.v_full, smem.v_empty
+    k, v = program.key_copies(source, smem)
 
-    copy_queries(source.q, smem.q, smem.q_full)
-    program.copy_keys(*k_copy, jnp.int32(0))
-    copy_queries(source.do, smem.do, smem.do_full)
-    program.copy_keys(*v_copy, jnp.int32(0))
+    program.copy_queries(source.q, smem.q, smem.q_full)
+    k.start(jnp.int32(0))
+    program.copy_queries(source.do, smem.do, smem.do_full)
+    v.start(jnp.int32(0))
 
     @pl.loop(1, count)
     def _(n):
-        program.copy_keys(*k_copy, n)
-        program.copy_keys(*v_copy, n)
+        k.start(n)
+        v.start(n)
 
-    for buffer, empty in (smem.k, smem.k_empty), (smem.v, smem.v_empty):
-        wait_for_last_arrivals(count, buffer.shape[0], empty)
+    for copies in k, v:
+        wait_for_last_arrivals(count, copies.buffer.shape[0], copies.empty)
 
 
-class Consumer(NamedTuple):
+class DqConsumer(NamedTuple):
     """A consumer warpgroup and the refs, in GMEM, of its 64 queries."""
 
-    tile: QueryTile
-    smem: Smem
+    config: QueryConfig
+    smem: QuerySmem
     queries: Queries
     lse: jax.Ref  # [64]
     delta: jax.Ref  # [64]
@@ -121,21 +124,22 @@ class Consumer(NamedTuple):
 
     def accumulate(self, begin: jax.Array, end: jax.Array) -> None:
         """Adds the gradient over key tiles [begin, end), at least one, to dq."""
-        smem, wg = self.smem, lax.axis_index(WARPGROUP)
+        smem = self.smem
+        wg = lax.axis_index(WARPGROUP)
         plgpu.barrier_wait(smem.q_full.at[wg])  # TMA: Q
         plgpu.barrier_wait(smem.do_full.at[wg])  # TMA: dO
         body = functools.partial(self._all_key_tiles, begin, end)
-        self.tile.ops.run_with_acc(smem.acc, wg, self.dq.shape, body)
+        self.config.ops.run_with_acc(smem.acc, wg, self.dq.shape, body)
 
     def _all_key_tiles(self, begin, end, dq_acc) -> None:
         """Runs the pipeline. dq_acc: [64, d]."""
-        tile, smem = self.tile, self.smem
+        config, smem = self.config, self.smem
         lse = load(self.lse, WGMMA_ROW)  # [64]
 
         def step(n, _):
-            stage = lax.rem(n, jnp.int32(tile.k_stages))
+            stage = lax.rem(n, jnp.int32(config.k_stages))
             ds = self._score_gradients(n, begin, end, lse)  # [64, block_k]
-            tile.ops.wgmma(dq_acc, ds, smem.k.at[stage])  # group: dQ += dS K
+            config.ops.wgmma(dq_acc, ds, smem.k.at[stage])  # group: dQ += dS K
 
         self._wait_for_keys(jnp.int32(0))
         lax.fori_loop(0, end - begin, step, None)
@@ -149,21 +153,21 @@ class Consumer(NamedTuple):
 
     def _wait_for_keys(self, n) -> None:
         """Waits for TMA of K(n)."""
-        stage = lax.rem(n, jnp.int32(self.tile.k_stages))
+        stage = lax.rem(n, jnp.int32(self.config.k_stages))
         plgpu.barrier_wait(self.smem.k_full.at[stage])
 
     def _release(self, n) -> None:
         """Arrives where the producer waits to copy to the stage of K(n)."""
-        stage = lax.rem(n, jnp.int32(self.tile.k_stages))
+        stage = lax.rem(n, jnp.int32(self.config.k_stages))
         plgpu.barrier_arrive(self.smem.k_empty.at[stage])
 
     def _score_gradients(self, n, begin, end, lse) -> jax.Array:
         """Returns dS(n) [64, block_k], once K(n+1) has arrived."""
-        tile, smem = self.tile, self.smem
+        config, smem = self.config, self.smem
         wg = lax.axis_index(WARPGROUP)  # in each step: see `backward`
-        k_stage = lax.rem(n, jnp.int32(tile.k_stages))
-        v_stage = lax.rem(n, jnp.int32(tile.v_stages))
-        acc = plgpu.ACC((ROWS, tile.block_k))
+        k_stage = lax.rem(n, jnp.int32(config.k_stages))
+        v_stage = lax.rem(n, jnp.int32(config.v_stages))
+        acc = plgpu.ACC((ROWS, config.block_k))
 
         def scores(s_acc):
             # In flight on entry: dQ(n-1).
@@ -186,7 +190,7 @@ class Consumer(NamedTuple):
             pl.when(begin + n + 1 < end)(lambda: self._wait_for_keys(n + 1))  # K(n+1)
 
             # Loaded in each step, while WGMMAs run: kept, it would spill others.
-            delta = broadcast_cols(load(self.delta, WGMMA_ROW), tile.block_k)
+            delta = broadcast_cols(load(self.delta, WGMMA_ROW), config.block_k)
             # Drains dP(n).
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)  # [64, block_k]
             plgpu.barrier_arrive(smem.v_empty.at[v_stage])
@@ -196,15 +200,16 @@ class Consumer(NamedTuple):
 
     def _probabilities(self, s, j, lse) -> tuple[jax.Array, jax.Array]:
         """Returns `probabilities` of key tile j from s = Q Kᵀ [64, block_k]."""
-        queries, block_k = self.queries, self.tile.block_k
+        queries = self.queries
+        block_k = self.config.block_k
 
         def masked(x, fill):
             def of_partial(x):
-                bounds = queries.k_start, queries.k_end
-                bounds = (load(bound, WGMMA_ROW) for bound in bounds)  # [64] each
+                refs = queries.k_start, queries.k_end
+                bounds = (load(ref, WGMMA_ROW) for ref in refs)  # [64] each
                 return mask(x, j * block_k, 1, bounds, fill)
 
             is_full = (queries.full[0] <= j) & (j < queries.full[1])
             return lax.cond(is_full, lambda x: x, of_partial, x)
 
-        return probabilities(self.tile, s, broadcast_cols(lse, block_k), masked)
+        return probabilities(self.config, s, broadcast_cols(lse, block_k), masked)

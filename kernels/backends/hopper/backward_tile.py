@@ -21,7 +21,7 @@ STAGES = 2
 """Tiles of Q, and of dO, in SMEM."""
 
 
-class BackwardTile(NamedTuple):
+class KeyConfig(NamedTuple):
     """Sizes and constants of a program.
 
     d: head size. Up to MAX_COLUMNS a consumer has half of the keys of a tile. Above, it
@@ -75,7 +75,7 @@ class KeyOperands(NamedTuple):
     bounds: jax.Array
 
 
-class Smem(NamedTuple):
+class KeySmem(NamedTuple):
     """Shared memory and barriers of a program, the latter as in `backward`'s table."""
 
     k: jax.Ref  # [block_k, d]
@@ -97,18 +97,19 @@ class Smem(NamedTuple):
     ds_exchange: jax.Ref
 
     @classmethod
-    def types(cls, tile: BackwardTile, dtype: jnp.dtype, has_dq: bool) -> "Smem":
-        kv = tiled_smem((tile.block_k, tile.d), dtype)
-        row = STAGES, 2, tile.block_q
-        ds = tiled_smem((2, CONSUMERS * ROWS, tile.block_q), dtype)
+    def types(cls, config: KeyConfig, dtype: jnp.dtype, has_dq: bool) -> "KeySmem":
+        kv = tiled_smem((config.block_k, config.d), dtype)
+        row = STAGES, 2, config.block_q
+        ds = tiled_smem((2, CONSUMERS * ROWS, config.block_q), dtype)
         dq = tiled_smem((CONSUMERS, ROWS, ROWS), jnp.float32)
-        acc = tile.ops.acc_smem(ROWS, tile.columns)
+        acc = config.ops.acc_smem(ROWS, config.columns)
+        # Both arrive before a stage is refilled: each reads all of Q and dO.
         by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
             k=kv,
             v=kv,
-            q=tiled_smem((STAGES, tile.block_q, tile.d), dtype),
-            do=tiled_smem((STAGES, tile.block_q, tile.d), dtype),
+            q=tiled_smem((STAGES, config.block_q, config.d), dtype),
+            do=tiled_smem((STAGES, config.block_q, config.d), dtype),
             lse_delta=plgpu.SMEM(row, jnp.float32),
             bounds=plgpu.SMEM(row, jnp.int32),
             ds=ds if has_dq else None,
@@ -117,6 +118,7 @@ class Smem(NamedTuple):
             dv=acc,
             k_full=plgpu.Barrier(),
             v_full=plgpu.Barrier(),
+            # Of TMA's three copies: Q, lse and delta, bounds.
             q_full=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
             do_full=plgpu.Barrier(num_barriers=STAGES),
             q_empty=by_consumers(num_barriers=STAGES),
@@ -143,7 +145,7 @@ class WorkTiles(NamedTuple):
     head: jax.Array
     group: int
 
-    def count(self) -> jax.Array:
+    def total(self) -> jax.Array:
         return (self.end - self.begin) * self.group
 
     def first(self) -> WorkTile:
@@ -161,24 +163,24 @@ class WorkTiles(NamedTuple):
         return WorkTile(i, jnp.where(is_first, work.head - 1, work.head))
 
 
-class Part(NamedTuple):
+class ConsumerPart(NamedTuple):
     """A consumer's part of a key tile.
 
     first_key: of its keys. columns: its columns of dk and dv.
     """
 
-    tile: BackwardTile
+    config: KeyConfig
     wg: jax.Array
     first_key: jax.Array
     columns: pl.Slice
 
     @classmethod
-    def of(cls, tile: BackwardTile, wg: jax.Array) -> "Part":
-        if tile.splits_keys:
-            return cls(tile, wg, wg * ROWS, pl.ds(0, tile.columns))
+    def of(cls, config: KeyConfig, wg: jax.Array) -> "ConsumerPart":
+        if config.splits_keys:
+            return cls(config, wg, wg * ROWS, pl.ds(0, config.columns))
         # That is 0, which ptxas does not know: else it keeps all addresses of keys.
         first_key = lax.div(wg, jnp.int32(CONSUMERS)) * ROWS
-        return cls(tile, wg, first_key, pl.ds(wg * tile.columns, tile.columns))
+        return cls(config, wg, first_key, pl.ds(wg * config.columns, config.columns))
 
     @property
     def keys(self) -> pl.Slice:
@@ -192,5 +194,6 @@ class Part(NamedTuple):
     @property
     def dq_block(self) -> tuple[pl.Slice, pl.Slice]:
         """Rows and columns of dQ [block_q, d] that it computes, 64 each."""
-        mine, first = pl.ds(self.wg * ROWS, ROWS), pl.ds(0, ROWS)
-        return (mine, first) if self.tile.block_q > ROWS else (first, mine)
+        mine = pl.ds(self.wg * ROWS, ROWS)
+        first = pl.ds(0, ROWS)
+        return (mine, first) if self.config.block_q > ROWS else (first, mine)

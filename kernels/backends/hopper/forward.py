@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...precision import LOG2_E
-from .query_tile import Operands, Program, Queries, QueryTile, Smem, copy_queries
+from .query_tile import Program, Queries, QueryConfig, QueryOperands, QuerySmem
 from .shared import (
     EPILOGUE_COLUMNS,
     ROWS,
@@ -57,8 +57,8 @@ M_INIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def forward_call(
-    tile: QueryTile,
-    operands: Operands,
+    config: QueryConfig,
+    operands: QueryOperands,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel.
@@ -68,38 +68,40 @@ def forward_call(
     """
     batch, length, heads, d = operands.q.shape
     return run_kernel(
-        functools.partial(_kernel, tile),
+        functools.partial(_kernel, config),
         operands,
         name="flash_forward",
         out_type=(
             jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
-        smem=Smem.types(tile, d, operands.q.dtype, is_backward=False),
+        smem=QuerySmem.types(config, d, operands.q.dtype, is_backward=False),
         grid=operands.grid,
         interpret=interpret,
     )
 
 
 def _kernel(
-    tile: QueryTile,
-    operands: Operands,
+    config: QueryConfig,
+    operands: QueryOperands,
     out_ref: jax.Ref,  # (B, T, H, D)
     lse_ref: jax.Ref,  # (B, H, T)
-    smem: Smem,
+    smem: QuerySmem,
 ) -> None:
     """Computes one query tile of one head."""
     program = Program.of(operands.live)
     begin, end = program.begin, program.end
 
     def consume(wg: jax.Array) -> None:
-        queries, carry = program.queries(operands, wg), None
-        batch, head, rows = program.batch, program.head, queries.rows
+        batch, head = program.batch, program.head
+        queries = program.queries(operands, wg)
+        rows = queries.rows
+        carry = None
         if operands.carry:
             carry_out, carry_lse = operands.carry
             carry = carry_out.at[batch, rows, head], carry_lse.at[batch, head, rows]
-        consumer = Consumer(
-            tile=tile,
+        consumer = ForwardConsumer(
+            config=config,
             smem=smem,
             wg=wg,
             queries=queries,
@@ -117,29 +119,29 @@ def _kernel(
     by_role(consume, produce)
 
 
-def _produce(program: Program, smem: Smem, source: Operands) -> None:
+def _produce(program: Program, smem: QuerySmem, source: QueryOperands) -> None:
     """Copies Q and the live key tiles to SMEM, in order of use."""
     count = program.end - program.begin
-    k_copy = source.k, smem.k, smem.k_full, smem.k_empty
-    v_copy = source.v, smem.v, smem.v_full, smem.v_empty
+    k, v = program.key_copies(source, smem)
 
-    program.copy_keys(*k_copy, jnp.int32(0))
-    copy_queries(source.q, smem.q, smem.q_full)
+    k.start(jnp.int32(0))
+    program.copy_queries(source.q, smem.q, smem.q_full)
 
+    # V(n-1) behind K(n), as consumers read them: S(n) is issued before P(n-1) V(n-1).
     @pl.loop(1, count)
     def _(n):
-        program.copy_keys(*k_copy, n)
-        program.copy_keys(*v_copy, n - 1)
+        k.start(n)
+        v.start(n - 1)
 
-    program.copy_keys(*v_copy, count - 1)
+    v.start(count - 1)
     wait_for_last_arrivals(count, smem.k.shape[0], smem.k_empty, smem.v_empty)
 
 
-class Consumer(NamedTuple):
+class ForwardConsumer(NamedTuple):
     """A consumer warpgroup and the refs, in GMEM, of its 64 queries."""
 
-    tile: QueryTile
-    smem: Smem
+    config: QueryConfig
+    smem: QuerySmem
     wg: jax.Array
     queries: Queries
     out: jax.Ref  # [64, d]
@@ -152,7 +154,7 @@ class Consumer(NamedTuple):
         # Consumer 0 issues first: consumer 1 arrives as if it just had.
         pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.schedule.at[0]))
         plgpu.barrier_wait(smem.q_full.at[wg])  # TMA: Q
-        m, l, acc = self.tile.ops.run_with_acc(
+        m, l, acc = self.config.ops.run_with_acc(
             smem.acc,
             wg,
             (ROWS, smem.q.shape[-1]),
@@ -174,10 +176,13 @@ class Consumer(NamedTuple):
 
     def _attend_to_tiles(self, begin, end, acc_ref):
         """Returns m [64], l [64] and acc [64, d] over the key tiles [begin, end)."""
-        smem, ops, block_k = self.smem, self.tile.ops, self.tile.block_k
+        smem = self.smem
+        ops, block_k = self.config.ops, self.config.block_k
         q = smem.q.at[self.wg]  # [64, d]
         queries = self.queries
-        bounds = [load(x, WGMMA_ROW) for x in (queries.k_start, queries.k_end)]  # [64]
+        k_start = load(queries.k_start, WGMMA_ROW)  # [64]
+        k_end = load(queries.k_end, WGMMA_ROW)  # [64]
+        bounds = k_start, k_end
         full = queries.full[0], queries.full[1]
         m = constant((ROWS,), M_INIT, WGMMA_ROW)  # [64]
         l = constant((ROWS,), 0.0, WGMMA_ROW)  # [64]
@@ -196,7 +201,8 @@ class Consumer(NamedTuple):
 
         def step(n, state):
             m, l, p = state  # p is P(n-1) [64, block_k]
-            stage, previous = self._stage(n), self._stage(n - 1)
+            stage = self._stage(n)
+            previous = self._stage(n - 1)
             plgpu.barrier_wait(smem.k_full.at[stage])  # TMA: K(n)
             plgpu.barrier_wait(smem.schedule.at[self.wg])  # the other one has issued
 
@@ -229,7 +235,8 @@ class Consumer(NamedTuple):
         return m, l, acc
 
     def _stage(self, n):
-        return lax.rem(n, jnp.int32(self.tile.k_stages))
+        # Of V too: it has as many stages as K in `FORWARD`, and must have.
+        return lax.rem(n, jnp.int32(self.config.k_stages))
 
     def _softmax(self, s, j, bounds, full, m, l):
         """Updates the online softmax (FlashAttention, 2205.14135, algorithm 1).
@@ -241,9 +248,9 @@ class Consumer(NamedTuple):
           The new m and l, the factor alpha [64] on l and acc of before, and P in the
           type of V, [64, block_k].
         """
-        scale, block_k = self.tile.scale, self.tile.block_k
-        if self.tile.tanh_scale is not None:
-            s = one_plus_tanh(s, self.tile.tanh_scale, self.tile.ops)
+        scale, block_k = self.config.scale, self.config.block_k
+        if self.config.tanh_scale is not None:
+            s = one_plus_tanh(s, self.config.tanh_scale, self.config.ops)
 
         is_full = (full[0] <= j) & (j < full[1])
         s = lax.cond(is_full, lambda s: s, lambda s: masked(s, j * block_k, bounds), s)
@@ -258,14 +265,15 @@ class Consumer(NamedTuple):
 
         See `merge`: a carry is a partial result of row maximum lse and row sum 1.
         """
-        if self.tile.tanh_scale is not None:
-            m -= self.tile.scale  # of tanh, no longer of 1 + tanh
+        if self.config.tanh_scale is not None:
+            m -= self.config.scale  # of tanh, no longer of 1 + tanh
         weights = []
         if self.carry:
             carry_m = load(self.carry[1], WGMMA_ROW) * LOG2_E  # [64]
             new_m = jnp.maximum(m, carry_m)  # [64]
             weights = [jnp.exp2(m - new_m), jnp.exp2(carry_m - new_m)]  # [64] each
-            m, l = new_m, l * weights[0] + weights[1]
+            m = new_m
+            l = l * weights[0] + weights[1]  # [64]
         is_visible = l != 0  # also where l is nan, which must show
         l = jnp.where(is_visible, l, 1.0)
         weights = [w / l for w in weights] or [1 / l]  # [64] each

@@ -7,7 +7,6 @@ An exponent is one fused multiply-add of a score, the scale and the maximum, so 
 off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 overflow.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -24,9 +23,9 @@ from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
 from . import forward as forward_kernel
-from .backward_tile import MAX_COLUMNS, BackwardTile, KeyOperands
+from .backward_tile import MAX_COLUMNS, KeyConfig, KeyOperands
 from .emulation import EmulatedOps
-from .query_tile import Operands, QueryTile
+from .query_tile import QueryConfig, QueryOperands
 from .shared import BLOCK_Q, ROWS, NativeOps
 
 TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
@@ -35,55 +34,63 @@ TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 BLOCK_K = 128
 """Multiple of the keys of each backward tile, as BLOCK_Q is of its queries."""
 
+Blocks = tuple[int, int, int]
+
 # The largest tiles without spills, by head size; others are padded to the next.
-FORWARD = {64: (128, 4, 4), 128: (128, 2, 2), 256: (64, 2, 2)}
+FORWARD: dict[int, Blocks] = {64: (128, 4, 4), 128: (128, 2, 2), 256: (64, 2, 2)}
 """Keys of a tile, and stages of K and V; 2 at least, as V(n) comes in beside V(n-1)."""
 
-BACKWARD_DQ = {64: (128, 4, 4), 128: (128, 2, 2), 256: (64, 2, 1)}
+BACKWARD_DQ: dict[int, Blocks] = {64: (128, 4, 4), 128: (128, 2, 2), 256: (64, 2, 1)}
 """The same of `backward_dq`."""
 
 BACKWARD = {64: 128, 128: 64, 256: 64}
 """Queries of a tile of `backward`."""
 
 
-Seen = tuple[jax.Array, ...]
-"""What a kernel reads of the bounds: its operands live, full and bounds, in order."""
+QueryBounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""live, full, k_start and k_end of `QueryOperands`."""
+
+KeyBounds = tuple[jax.Array, jax.Array, jax.Array]
+"""live, full and bounds of `KeyOperands`."""
 
 
-def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> Seen:
-    """Returns live, full, k_start and k_end of a kernel that owns query tiles."""
-    bounds = _padded_bounds(k_start, k_end)
-    live, full = (key_ranges(*bounds, rows, block_k) for rows in (BLOCK_Q, ROWS))
-    return *_pairs(live, full), *bounds
+def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> QueryBounds:
+    """Finds the live key tiles of query tiles. k_start, k_end: (M, L)."""
+    k_start = _padded_bound(k_start)  # (M, T)
+    k_end = _padded_bound(k_end)  # (M, T)
+    live = key_ranges(k_start, k_end, BLOCK_Q, block_k)
+    # Of a consumer's half of the tile, of which more key tiles are full.
+    full = key_ranges(k_start, k_end, ROWS, block_k)
+    return _live_pairs(live), _full_pairs(full), k_start, k_end
 
 
 def _of_key_tiles(
-    k_start: jax.Array, k_end: jax.Array, tile: BackwardTile, keys: int
-) -> Seen:
-    """Returns live, full and bounds of a kernel that owns key tiles."""
-    bounds, block_q = _padded_bounds(k_start, k_end), tile.block_q
-    live, full = (
-        query_ranges(*bounds, block_q, block_k, keys)
-        for block_k in (tile.block_k, ROWS)
-    )
-    return *_pairs(live, full), _stacked(bounds, block_q)
+    k_start: jax.Array, k_end: jax.Array, config: KeyConfig, keys: int
+) -> KeyBounds:
+    """Finds the live query tiles of key tiles. k_start, k_end: (M, L)."""
+    block_q = config.block_q
+    k_start = _padded_bound(k_start)  # (M, T)
+    k_end = _padded_bound(k_end)  # (M, T)
+    live = query_ranges(k_start, k_end, block_q, config.block_k, keys)
+    full = query_ranges(k_start, k_end, block_q, ROWS, keys)
+    return _live_pairs(live), _full_pairs(full), _stacked(k_start, k_end, block_q)
 
 
 @dataclass(frozen=True)
-class Forward:
-    """Forward steps of queries: see `backends.steps.PlainForward`.
+class HopperForwardSteps:
+    """Forward steps of queries: see `backends.steps`.
 
     shape: (B, L, H, D). q: the same in whole tiles, (B, T, H, d).
     """
 
-    tile: QueryTile
+    config: QueryConfig
     interpret: plgpu.InterpretGPUParams | None
     shape: tuple[int, ...]
     q: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> QueryBounds:
         """Finds the live tiles of query tiles."""
-        return _of_query_tiles(k_start, k_end, self.tile.block_k)
+        return _of_query_tiles(k_start, k_end, self.config.block_k)
 
     def begin(self, partial: Partial) -> Partial:
         """Pads a partial result to whole tiles."""
@@ -91,12 +98,15 @@ class Forward:
         return _padded(out, BLOCK_Q, self.q.shape[-1]), _padded_rows(lse)
 
     def attend(
-        self, k: jax.Array, v: jax.Array, seen: Seen, carry: Partial | None
+        self, k: jax.Array, v: jax.Array, prepared: QueryBounds, carry: Partial | None
     ) -> Partial:
         """Runs the kernel."""
-        k, v = (_padded(x, self.tile.block_k, self.q.shape[-1]) for x in (k, v))
-        operands = Operands(*seen, (), self.q, (), k, v, carry or ())
-        return forward_kernel.forward_call(self.tile, operands, self.interpret)
+        block_k = self.config.block_k
+        d = self.q.shape[-1]
+        k = _padded(k, block_k, d)  # (B, S, K, d)
+        v = _padded(v, block_k, d)  # (B, S, K, d)
+        operands = QueryOperands(*prepared, (), self.q, (), k, v, carry or ())
+        return forward_kernel.forward_call(self.config, operands, self.interpret)
 
     def finish(self, carry: Partial) -> Partial:
         """Returns out (B, L, H, D) and lse (B, H, L)."""
@@ -106,33 +116,39 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Backward:
-    """Backward steps of queries: see `backends.steps.PlainBackward`.
+class HopperBackwardSteps:
+    """Backward steps of queries: see `backends.steps`.
 
     One kernel computes all gradients, in five products a tile. Or one computes dk and
     dv, and another dq: see `Launch`. These take seven products, and nine for heads of
     more than 128 numbers: two consumers then need the same P, for half of dk and dv.
 
-    key_tile: of the kernel of dk and dv. query_tile: of that of dq, if it has its own.
+    key_config: of the kernel of dk and dv. query_config: of that of dq, if it has its
+      own.
     shape: of q, (B, L, H, D). keys: of a shard, in whole tiles.
     q, do: (B, T, H, d). rows: lse, for exponents of 2, and delta, (B, H, T).
+    lse_delta: the same for the kernel of dk and dv, (B, H, T / block_q, 2, block_q).
     """
 
-    key_tile: BackwardTile
-    query_tile: QueryTile | None
+    key_config: KeyConfig
+    query_config: QueryConfig | None
     interpret: plgpu.InterpretGPUParams | None
     shape: tuple[int, ...]
     keys: int
     q: jax.Array
     do: jax.Array
     rows: tuple[jax.Array, jax.Array]
-    lse_delta: jax.Array  # [B, H, T / block_q, 2, block_q]
+    lse_delta: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> tuple[Seen, Seen | None]:
+    def prepare(
+        self, k_start: jax.Array, k_end: jax.Array
+    ) -> tuple[KeyBounds, QueryBounds | None]:
         """Finds the live tiles of key tiles, and of query tiles for another kernel."""
-        of_keys = _of_key_tiles(k_start, k_end, self.key_tile, self.keys)
-        tile = self.query_tile
-        return of_keys, tile and _of_query_tiles(k_start, k_end, tile.block_k)
+        of_keys = _of_key_tiles(k_start, k_end, self.key_config, self.keys)
+        if self.query_config is None:
+            return of_keys, None
+        block_k = self.query_config.block_k
+        return of_keys, _of_query_tiles(k_start, k_end, block_k)
 
     def begin(self, dq: jax.Array) -> jax.Array:
         """Pads dq to whole tiles."""
@@ -146,7 +162,7 @@ class Backward:
         self,
         k: jax.Array,
         v: jax.Array,
-        seen: tuple[Seen, Seen | None],
+        prepared: tuple[KeyBounds, QueryBounds | None],
         dq: jax.Array,
         dkv: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -155,25 +171,31 @@ class Backward:
         They add to dq in its place. XLA forgets that, and loses dq, where it fuses a
         kernel with slices that it reads or updates; it fuses nothing across a barrier.
         """
-        keys, depth = k.shape[1], self.shape[-1]
-        k, v = (_padded(x, self.keys, self.q.shape[-1]) for x in (k, v))
-        (live, full, bounds), of_queries = seen
-        rows = self.q, self.do, self.lse_delta, bounds
-        dkv_operands = KeyOperands(live, full, k, v, *rows)
-        rows = self.rows, self.q, self.do
-        dq_operands = of_queries and Operands(*of_queries, *rows, k, v, ())
+        keys = k.shape[1]
+        depth = self.shape[-1]
+        d = self.q.shape[-1]
+        k = _padded(k, self.keys, d)  # (B, S, K, d)
+        v = _padded(v, self.keys, d)  # (B, S, K, d)
+        (live, full, bounds), of_queries = prepared
+        dkv_operands = KeyOperands(
+            live, full, k, v, self.q, self.do, self.lse_delta, bounds
+        )
+        dq_operands = of_queries and QueryOperands(
+            *of_queries, self.rows, self.q, self.do, k, v, ()
+        )
         dkv_operands, dq_operands, dq = lax.optimization_barrier(
             (dkv_operands, dq_operands, dq)
         )
-        fused, dk, dv = backward_kernel.backward_call(
-            self.key_tile, dkv_operands, None if dq_operands else dq, self.interpret
+        added_dq, dk, dv = backward_kernel.backward_call(
+            self.key_config, dkv_operands, None if dq_operands else dq, self.interpret
         )
-        if dq_operands:
-            fused = dq_kernel.query_gradients_call(
-                self.query_tile, dq_operands, dq, self.interpret
+        if self.query_config and dq_operands:
+            added_dq = dq_kernel.query_gradients_call(
+                self.query_config, dq_operands, dq, self.interpret
             )
-        dq, dk, dv = lax.optimization_barrier((fused, dk, dv))
-        dk, dv = (x[:, :keys, :, :depth] for x in (dk, dv))
+        dq, dk, dv = lax.optimization_barrier((added_dq, dk, dv))
+        dk = dk[:, :keys, :, :depth]  # (B, S, K, D)
+        dv = dv[:, :keys, :, :depth]  # (B, S, K, D)
         return dq, *added(dkv, (dk, dv))
 
 
@@ -187,7 +209,7 @@ class Launch(Kernels):
       for heads of more than 128 numbers in any case. It takes two WGMMAs more a tile.
     """
 
-    blocks: tuple[int, int, int] | None = None
+    blocks: Blocks | None = None
     interpret: plgpu.InterpretGPUParams | None = None
     is_deterministic: bool = False
 
@@ -197,7 +219,7 @@ class Launch(Kernels):
 
     def forward_steps(
         self, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
-    ) -> Forward:
+    ) -> HopperForwardSteps:
         """Pads queries, (B, L, H, D).
 
         Raises:
@@ -207,51 +229,60 @@ class Launch(Kernels):
         """
         del k, visible
         d = _checked_head_size(q, self.interpret)
-        shape, (q, *factors) = q.shape, forward_factors(q, scores)
-        tile = QueryTile(*(self.blocks or FORWARD[d]), *factors, self.ops)
-        return Forward(tile, self.interpret, shape, _padded(q, BLOCK_Q, d))
+        shape = q.shape
+        q, scale, tanh_scale = forward_factors(q, scores)
+        blocks = self.blocks or FORWARD[d]
+        config = QueryConfig(*blocks, scale, tanh_scale, self.ops)
+        q = _padded(q, BLOCK_Q, d)  # (B, T, H, d)
+        return HopperForwardSteps(config, self.interpret, shape, q)
 
     def backward_steps(
         self, rows: Rows, k: jax.Array, visible: Visible, scores: Scores
-    ) -> Backward:
+    ) -> HopperBackwardSteps:
         """Pads q, do, lse and delta; errors as of `forward_steps`."""
         del visible
         q, do, lse, delta = rows
         d = _checked_head_size(q, self.interpret)
-        constants = *exponent_factors(scores), self.ops
-        query_tile = None
+        scale, tanh_scale = exponent_factors(scores)
+        query_config = None
         if d > MAX_COLUMNS or self.is_deterministic:
-            query_tile = QueryTile(*BACKWARD_DQ[d], *constants)
-        key_tile = BackwardTile(d, BACKWARD[d], *constants)
+            blocks = BACKWARD_DQ[d]
+            query_config = QueryConfig(*blocks, scale, tanh_scale, self.ops)
+        key_config = KeyConfig(d, BACKWARD[d], scale, tanh_scale, self.ops)
         keys = -(-k.shape[1] // BLOCK_K) * BLOCK_K
         if scores.soft_cap is not None and keys == BLOCK_K:
             keys += BLOCK_K  # with one key tile, ptxas spills 8 bytes of capped scores
         # Without the barrier XLA makes one fusion of delta's sum and what stacks it, in
         # which a thread adds up a row. P of rows after the end is 0.
         delta = _padded_rows(lax.optimization_barrier(delta))
+        # Exponents of 2 in the kernels: P = exp2(s · scale - lse).
         if scores.soft_cap is None:
             lse = lse * LOG2_E
         else:  # of 1 + tanh; of rows without a key P is 0 where all scores are finite
             is_empty = lse == -jnp.inf
             lse = jnp.where(is_empty, jnp.inf, (lse + scores.soft_cap) * LOG2_E)
         lse = _padded_rows(lse, jnp.inf)
-        return Backward(
-            key_tile=key_tile,
-            query_tile=query_tile,
+        return HopperBackwardSteps(
+            key_config=key_config,
+            query_config=query_config,
             interpret=self.interpret,
             shape=q.shape,
             keys=keys,
             q=_padded(q, BLOCK_Q, d),
             do=_padded(do, BLOCK_Q, d),
             rows=(lse, delta),
-            lse_delta=_stacked((lse, delta), key_tile.block_q),
+            lse_delta=_stacked(lse, delta, key_config.block_q),
         )
 
 
-def _pairs(live: TileRanges, full: TileRanges) -> Iterator[jax.Array]:
-    """Stacks the live tiles of one and the full ones of another: [M, tiles, 2] each."""
-    for pair in (live.live_begin, live.live_end), (full.full_begin, full.full_end):
-        yield jnp.stack(pair, axis=-1)
+def _live_pairs(ranges: TileRanges) -> jax.Array:
+    """Stacks begin and end of the live tiles of each line, (M, tiles, 2)."""
+    return jnp.stack((ranges.live_begin, ranges.live_end), axis=-1)
+
+
+def _full_pairs(ranges: TileRanges) -> jax.Array:
+    """Stacks begin and end of the full tiles of each line, (M, tiles, 2)."""
+    return jnp.stack((ranges.full_begin, ranges.full_end), axis=-1)
 
 
 def _checked_head_size(q: jax.Array, interpret: plgpu.InterpretGPUParams | None) -> int:
@@ -277,23 +308,24 @@ def _checked_head_size(q: jax.Array, interpret: plgpu.InterpretGPUParams | None)
 
 def _padded(x: jax.Array, rows: int, d: int) -> jax.Array:
     """Pads (B, T, H, D), with zeros, to a multiple of `rows` and to d numbers."""
-    more = -x.shape[1] % rows, d - x.shape[-1]
-    return jnp.pad(x, ((0, 0), (0, more[0]), (0, 0), (0, more[1])))
+    new_rows = -x.shape[1] % rows
+    new_numbers = d - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, new_rows), (0, 0), (0, new_numbers)))
 
 
 def _padded_rows(x: jax.Array, value: float = 0.0) -> jax.Array:
     """Pads (B, H, L) to whole query tiles."""
-    more = -x.shape[-1] % BLOCK_Q
-    return jnp.pad(x, ((0, 0), (0, 0), (0, more)), constant_values=value)
+    new_rows = -x.shape[-1] % BLOCK_Q
+    return jnp.pad(x, ((0, 0), (0, 0), (0, new_rows)), constant_values=value)
 
 
-def _padded_bounds(*bounds: jax.Array) -> tuple[jax.Array, ...]:
-    """Pads (M, L) each to whole query tiles, with the last."""
-    more = -bounds[0].shape[1] % BLOCK_Q
-    return tuple(jnp.pad(x, ((0, 0), (0, more)), mode="edge") for x in bounds)
+def _padded_bound(bound: jax.Array) -> jax.Array:
+    """Pads (M, L) to whole query tiles, with the last: bounds must not decrease."""
+    new_rows = -bound.shape[1] % BLOCK_Q
+    return jnp.pad(bound, ((0, 0), (0, new_rows)), mode="edge")
 
 
-def _stacked(rows: tuple[jax.Array, ...], block_q: int) -> jax.Array:
+def _stacked(first: jax.Array, second: jax.Array, block_q: int) -> jax.Array:
     """Stacks two [..., T] as [..., T / block_q, 2, block_q]."""
-    tiles = [x.reshape(*x.shape[:-1], -1, block_q) for x in rows]
+    tiles = [x.reshape(*x.shape[:-1], -1, block_q) for x in (first, second)]
     return jnp.stack(tiles, axis=-2)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .shared import BLOCK_Q, CONSUMERS, ROWS, NativeOps, empty_stage, tiled_smem
 
 
-class QueryTile(NamedTuple):
+class QueryConfig(NamedTuple):
     """Sizes and constants of a program.
 
     block_k: keys of a tile. k_stages, v_stages: tiles of K (2 at least) and V in SMEM.
@@ -33,7 +33,7 @@ class QueryTile(NamedTuple):
     ops: NativeOps
 
 
-class Operands(NamedTuple):
+class QueryOperands(NamedTuple):
     """Arrays that a kernel reads, in GMEM. T and S are whole tiles.
 
     live: int32 (M, T / 128, 2), half-open range of key tiles that are not empty.
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
         return {"tile": length // BLOCK_Q, "batch": batch, "head": heads}
 
 
-class Smem(NamedTuple):
+class QuerySmem(NamedTuple):
     """Shared memory and barriers of a program, the latter as in the kernels' tables."""
 
     q: jax.Ref  # [2, 64, d]
@@ -81,23 +81,24 @@ class Smem(NamedTuple):
 
     @classmethod
     def types(
-        cls, tile: QueryTile, d: int, dtype: jnp.dtype, is_backward: bool
-    ) -> "Smem":
+        cls, config: QueryConfig, d: int, dtype: jnp.dtype, is_backward: bool
+    ) -> "QuerySmem":
         queries = tiled_smem((CONSUMERS, ROWS, d), dtype)
+        # Each consumer begins as soon as its own 64 rows are there.
         of_consumer = plgpu.Barrier(num_barriers=CONSUMERS)
         by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
             q=queries,
             do=queries if is_backward else None,
-            k=tiled_smem((tile.k_stages, tile.block_k, d), dtype),
-            v=tiled_smem((tile.v_stages, tile.block_k, d), dtype),
-            acc=tile.ops.acc_smem(ROWS, d),
+            k=tiled_smem((config.k_stages, config.block_k, d), dtype),
+            v=tiled_smem((config.v_stages, config.block_k, d), dtype),
+            acc=config.ops.acc_smem(ROWS, d),
             q_full=of_consumer,
             do_full=of_consumer if is_backward else None,
-            k_full=plgpu.Barrier(num_barriers=tile.k_stages),
-            v_full=plgpu.Barrier(num_barriers=tile.v_stages),
-            k_empty=by_consumers(num_barriers=tile.k_stages),
-            v_empty=by_consumers(num_barriers=tile.v_stages),
+            k_full=plgpu.Barrier(num_barriers=config.k_stages),
+            v_full=plgpu.Barrier(num_barriers=config.v_stages),
+            k_empty=by_consumers(num_barriers=config.k_stages),
+            v_empty=by_consumers(num_barriers=config.v_stages),
             schedule=None if is_backward else of_consumer,
         )
 
@@ -115,14 +116,16 @@ class Program(NamedTuple):
     @classmethod
     def of(cls, live: jax.Ref) -> "Program":
         """Returns that of this thread block."""
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        batch = lax.axis_index("batch")
+        head = lax.axis_index("head")
         # Under a causal mask the last tiles have most live keys: they come first.
         q_tile = live.shape[1] - 1 - lax.axis_index("tile")
         bound_row = batch if live.shape[0] > 1 else 0
-        begin, end = live[bound_row, q_tile, 0], live[bound_row, q_tile, 1]
+        begin = live[bound_row, q_tile, 0]
+        end = live[bound_row, q_tile, 1]
         return cls(batch, head, q_tile, bound_row, begin, end)
 
-    def queries(self, operands: Operands, wg: jax.Array) -> "Queries":
+    def queries(self, operands: QueryOperands, wg: jax.Array) -> "Queries":
         """Returns those of a consumer."""
         rows_64 = self.q_tile * CONSUMERS + wg  # which 64 queries of the sequence
         rows = pl.ds(rows_64 * ROWS, ROWS)
@@ -133,9 +136,10 @@ class Program(NamedTuple):
             full=operands.full.at[self.bound_row, rows_64],
         )
 
-    def source(self, operands: Operands) -> Operands:
+    def source(self, operands: QueryOperands) -> QueryOperands:
         """Returns what the producer copies: Q and dO [128, d], K and V [S, d]."""
         group = operands.q.shape[2] // operands.k.shape[2]
+        # Programs of a group follow each other, and find its keys in the L2 cache.
         kv_head = lax.div(self.head, jnp.int32(group))
         queries = self.batch, pl.ds(self.q_tile * BLOCK_Q, BLOCK_Q), self.head
         return operands._replace(
@@ -145,14 +149,42 @@ class Program(NamedTuple):
             v=operands.v.at[self.batch, :, kv_head],
         )
 
-    def copy_keys(
-        self, source: jax.Ref, buffer: jax.Ref, full: jax.Ref, empty: jax.Ref, n: Any
-    ) -> None:
-        """Copies K(n) or V(n) to its stage, once that is empty."""
-        stages, block_k, _ = buffer.shape
-        stage = empty_stage(n, stages, empty)
+    def key_copies(
+        self, source: QueryOperands, smem: QuerySmem
+    ) -> tuple["KeyCopies", "KeyCopies"]:
+        """Returns those of K and of V. source: what `source` returns."""
+        k = KeyCopies(self.begin, source.k, smem.k, smem.k_full, smem.k_empty)
+        v = KeyCopies(self.begin, source.v, smem.v, smem.v_full, smem.v_empty)
+        return k, v
+
+    @staticmethod
+    def copy_queries(source: jax.Ref, buffer: jax.Ref, full: jax.Ref) -> None:
+        """Copies Q or dO [128, d] for both consumers."""
+        for wg in range(CONSUMERS):
+            rows = source.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
+            plgpu.copy_gmem_to_smem(rows, buffer.at[wg], full.at[wg])
+
+
+class KeyCopies(NamedTuple):
+    """Copies of key tiles n = 0, 1, ... of K or V to their stages in SMEM.
+
+    begin: number of tile 0 among the tiles of the source.
+    """
+
+    begin: jax.Array
+    source: jax.Ref  # [S, d]
+    buffer: jax.Ref  # [stages, block_k, d]
+    full: jax.Ref  # [stages]
+    empty: jax.Ref  # [stages]
+
+    def start(self, n: Any) -> None:
+        """Starts to copy tile n, once its stage is empty."""
+        stages, block_k, _ = self.buffer.shape
+        stage = empty_stage(n, stages, self.empty)
         keys = pl.ds((self.begin + n) * block_k, block_k)
-        plgpu.copy_gmem_to_smem(source.at[keys], buffer.at[stage], full.at[stage])
+        plgpu.copy_gmem_to_smem(
+            self.source.at[keys], self.buffer.at[stage], self.full.at[stage]
+        )
 
 
 class Queries(NamedTuple):
@@ -166,10 +198,3 @@ class Queries(NamedTuple):
     k_start: jax.Ref  # [64]
     k_end: jax.Ref  # [64]
     full: jax.Ref  # [2]
-
-
-def copy_queries(source: jax.Ref, buffer: jax.Ref, full: jax.Ref) -> None:
-    """Copies Q or dO [128, d] for both consumers."""
-    for wg in range(CONSUMERS):
-        rows = source.at[pl.ds(wg * ROWS, ROWS)]  # [64, d]
-        plgpu.copy_gmem_to_smem(rows, buffer.at[wg], full.at[wg])

@@ -60,6 +60,7 @@ WARPGROUP = "warpgroup"
 
 def tiled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Returns the type of SMEM tiles that TMA fills and WGMMA reads."""
+    # WGMMA reads tiles of 8 rows, each as wide as the bytes that are swizzled together.
     columns = SWIZZLE // jnp.dtype(dtype).itemsize
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -100,9 +101,10 @@ def mask(
     k = first_key + plgpu.broadcasted_iota(
         jnp.int32, s.shape, key_axis, layout=plgpu.Layout.WGMMA
     )
+    # An iterator loads each bound where it is broadcast, so fewer registers are live.
     k_start, k_end = (
         lax.broadcast_in_dim(bound, s.shape, [1 - key_axis]) for bound in bounds
-    )
+    )  # as s, both
     return jnp.where(in_interval(k_start, k, k_end), s, fill)
 
 
@@ -113,11 +115,13 @@ def masked(s: jax.Array, first_key: jax.Array, bounds: Any) -> jax.Array:
     the forward a third of the mask. In the backward it spills, or saves nothing.
     """
     k_start, k_end = bounds  # [64] each
-    offset = (first_key - k_start).astype(jnp.uint32)
-    count = jnp.maximum(k_end - k_start, 0).astype(jnp.uint32)
+    # Keys before k_start have a number below 0, which as unsigned is above any count.
+    offset = (first_key - k_start).astype(jnp.uint32)  # [64]
+    count = jnp.maximum(k_end - k_start, 0).astype(jnp.uint32)  # [64]
     layout = plgpu.Layout.WGMMA
-    k = plgpu.broadcasted_iota(jnp.uint32, s.shape, 1, layout=layout)
-    offset, count = (broadcast_cols(x, s.shape[1]) for x in (offset, count))
+    k = plgpu.broadcasted_iota(jnp.uint32, s.shape, 1, layout=layout)  # as s
+    offset = broadcast_cols(offset, s.shape[1])  # as s
+    count = broadcast_cols(count, s.shape[1])  # as s
     return jnp.where(k + offset < count, s, -jnp.inf)
 
 
@@ -153,10 +157,10 @@ class NativeOps:
 
         @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
         def inlined(_, x):
-            def one(value, _):
+            def approximate(value, _):
                 return nvvm.rcp_approx_ftz_f(value)
 
-            return x.foreach(one, create_array=True)
+            return x.foreach(approximate, create_array=True)
 
         return inlined(x)
 
@@ -186,22 +190,22 @@ def one_plus_tanh(x: jax.Array, scale: float, ops: NativeOps) -> jax.Array:
 
 
 def probabilities(
-    tile: Any,
+    config: Any,
     s: jax.Array,
     lse: jax.Array,
     masked: Callable[[jax.Array, float], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns P and P · ds'/ds [64, n] each, where s' are scores with a soft cap.
 
-    tile: of a backward kernel. s: Q Kᵀ or its transpose [64, n]. lse: [64, n].
+    config: of a backward kernel. s: Q Kᵀ or its transpose [64, n]. lse: [64, n].
     masked: sets what is not visible to a number.
     """
-    if tile.tanh_scale is None:
+    if config.tanh_scale is None:
         # Exponents are masked, and not P: that spills nothing.
-        p = jnp.exp2(masked(s * tile.scale - lse, -jnp.inf))
+        p = jnp.exp2(masked(s * config.scale - lse, -jnp.inf))  # [64, n]
         return p, p
-    t = masked(one_plus_tanh(s, tile.tanh_scale, tile.ops), MASKED)
-    p = jnp.exp2(t * tile.scale - lse)
+    t = masked(one_plus_tanh(s, config.tanh_scale, config.ops), MASKED)  # [64, n]
+    p = jnp.exp2(t * config.scale - lse)  # [64, n]
     # 1 - tanh² = t (2 - t), whose product comes first: that spills nothing.
     return p, p * (t * (2 - t))
 
@@ -210,6 +214,8 @@ def by_role(consume: Callable[[jax.Array], None], produce: Callable[[], None]) -
     """Runs consume(its number) in a consumer warpgroup, produce() in the producer."""
     wg = lax.axis_index(WARPGROUP)
 
+    # The increase waits for registers that the producer gives up. All three must fit
+    # into the 65,536 of a multiprocessor: 128 · (2 · 240 + 24) = 64,512.
     @pl.when(wg < CONSUMERS)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -260,11 +266,12 @@ def run_kernel(
     leaves, tree = jax.tree.flatten(operands)
 
     def on_refs(*refs: jax.Ref) -> None:
-        inputs, results = refs[: len(leaves)], refs[len(leaves) : -1]
-        body(jax.tree.unflatten(tree, inputs), *results, refs[-1])
+        inputs = jax.tree.unflatten(tree, refs[: len(leaves)])
+        body(inputs, *refs[len(leaves) :])  # then results, and smem as the last
 
     *others, _ = grid.values()
     if max(others) > MAX_PROGRAMS:
+        # Programs find their axes by name, so that any order computes the same.
         grid = dict(sorted(grid.items(), key=lambda axis: axis[1]))
     call = plgpu.kernel(
         on_refs,

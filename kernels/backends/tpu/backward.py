@@ -15,24 +15,23 @@ the lanes and are broadcast over the sublanes for nothing.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..tile_ranges import TileRanges
 from .backward_dq import STREAMED, VISITED, Resident, Streamed
-from .backward_tile import BackwardTile, KeyTile, QueryTile
+from .backward_tile import BackwardTile, KeyTileRefs, QueryTileRefs
 from .block_sizes import TpuBlocks
 from .bounds import Neighbours, TileNumbers
-from .dma import DoubleBuffer, StackedTiles, Tiles
+from .dma import DoubleBuffer, HbmTiles, StackedTiles
 from .tile_config import TileConfig
 from .vector import UPRIGHT, Orientation, buffer_bytes, flat_index
 
 
-class Operands(NamedTuple):
+class BackwardOperands(NamedTuple):
     """Arrays that the backward kernel reads.
 
     numbers: `TileNumbers` of the query tiles of key tiles, SMEM.
@@ -53,7 +52,7 @@ class Operands(NamedTuple):
     dq: jax.Array
 
 
-class Scratch(NamedTuple):
+class BackwardScratch(NamedTuple):
     """VMEM of a program, and the semaphores of its copies."""
 
     queries: tuple[jax.Ref, ...]  # q, do [2, R, D]; lse_delta, row_bounds [2, 2, R]
@@ -70,11 +69,13 @@ class Scratch(NamedTuple):
         dtype: jnp.dtype,
         dq_tiles: int,
         orientation: Orientation = UPRIGHT,
-    ):
+    ) -> "BackwardScratch":
         """Returns the scratch to allocate. rows: R. depth: D."""
-        q, number_types = pltpu.VMEM((2, rows, depth), dtype), (jnp.float32, jnp.int32)
+        q = pltpu.VMEM((2, rows, depth), dtype)
+        lse_delta = pltpu.VMEM((2, 2, rows), jnp.float32)
+        row_bounds = pltpu.VMEM((2, 2, rows), jnp.int32)
         return cls(
-            queries=(q, q, *(pltpu.VMEM((2, 2, rows), x) for x in number_types)),
+            queries=(q, q, lse_delta, row_bounds),
             semaphores=pltpu.SemaphoreType.DMA((4, 2)),
             dq=pltpu.VMEM((dq_tiles, *orientation.ordered(rows, depth)), jnp.float32),
             dq_semaphores=pltpu.SemaphoreType.DMA((2, STREAMED)),
@@ -82,17 +83,24 @@ class Scratch(NamedTuple):
         )
 
 
+class Held(NamedTuple):
+    """Bytes of VMEM that a program takes, and whether dq of a head stays there."""
+
+    memory: int
+    is_dq_resident: bool
+
+
 def held_bytes(
     blocks: TpuBlocks, row: jax.ShapeDtypeStruct, query_tiles: int, limit: int
-) -> tuple[int, bool]:
-    """Returns the VMEM that a program takes, and whether dq of a head stays there.
+) -> Held:
+    """Returns the VMEM that a program takes.
 
-    It does if it takes no more than half of what the rest leaves.
+    dq of a head stays there if it takes no more than half of what the rest leaves.
 
     row: of q, [D]. query_tiles: of a head. limit: in bytes.
     """
     (depth,) = row.shape
-    scratch = Scratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
+    scratch = BackwardScratch.shapes(blocks.stacked_rows, depth, row.dtype, STREAMED)
     k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
     dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
     scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
@@ -101,11 +109,14 @@ def held_bytes(
     streamed = buffer_bytes(scratch.dq)
     resident = streamed // STREAMED * query_tiles
     is_resident = resident <= (limit - held) // 2
-    return held + (resident if is_resident else streamed), is_resident
+    return Held(held + (resident if is_resident else streamed), is_resident)
 
 
 def backward_call(
-    config: TileConfig, operands: Operands, is_dq_resident: bool, **options
+    config: TileConfig,
+    operands: BackwardOperands,
+    is_dq_resident: bool,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel. options: of `pl.pallas_call`.
 
@@ -130,6 +141,9 @@ def backward_call(
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     dq_tiles = query_tiles if is_dq_resident else STREAMED
+    scratch = BackwardScratch.shapes(
+        rows, depth, operands.q.dtype, dq_tiles, orientation
+    )
     call = pl.pallas_call(
         functools.partial(_kernel, config, dq_type, batch * key_tiles),
         name="flash_backward",
@@ -138,11 +152,10 @@ def backward_call(
             grid=(batch, heads, key_tiles),
             in_specs=[k_block, k_block, *[hbm] * 5],
             out_specs=(hbm, dk_block, dk_block),
-            scratch_shapes=[
-                Scratch.shapes(rows, depth, operands.q.dtype, dq_tiles, orientation)
-            ],
+            scratch_shapes=[scratch],
         ),
         out_shape=(jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32), dk, dk),
+        # In place: HBM keeps the sums of query tiles that no program visits.
         input_output_aliases={flat_index(operands, "dq"): 0},
         **options,
     )
@@ -153,7 +166,7 @@ def _kernel(
     config: TileConfig,
     dq_type: type[Resident] | type[Streamed],
     key_tiles: int,  # of all M
-    numbers_ref: jax.Ref,  # SMEM, as in `Operands`
+    numbers_ref: jax.Ref,  # SMEM, as in `BackwardOperands`
     k_ref: jax.Ref,  # [block_k, D]
     v_ref: jax.Ref,  # [block_k, D]
     q_hbm_ref: jax.Ref,  # [M, X, G, query tiles * block_q, D]
@@ -164,23 +177,26 @@ def _kernel(
     dq_hbm_ref: jax.Ref,
     dk_ref: jax.Ref,  # [block_k, D]
     dv_ref: jax.Ref,  # [block_k, D]
-    scratch: Scratch,
+    scratch: BackwardScratch,
 ) -> None:
     """Computes the gradients of one key tile: program (batch, head, key tile)."""
-    batch, head, j = (pl.program_id(axis) for axis in range(3))
+    batch = pl.program_id(0)
+    head = pl.program_id(1)
+    j = pl.program_id(2)
     key_tile = batch * pl.num_programs(2) + j
     bound_rows, query_tiles, _, rows = row_bounds_hbm_ref.shape
-    tiles, sub_blocks = bound_rows * query_tiles, rows // config.blocks.exact_rows
+    tiles = bound_rows * query_tiles
+    sub_blocks = rows // config.blocks.exact_rows
     numbers = TileNumbers.read(numbers_ref, key_tiles, tiles, sub_blocks)
-    ranges = TileRanges(*(number[key_tile] for number in numbers.ranges))
+    ranges = numbers.ranges.line(key_tile)
     near = Neighbours.of(numbers.ranges, key_tile - j)
     before, here, after = near
     copies = DoubleBuffer(
         sources=(
             StackedTiles(q_hbm_ref.at[batch, head]),
             StackedTiles(do_hbm_ref.at[batch, head]),
-            Tiles(lse_delta_hbm_ref.at[batch, head]),
-            Tiles(row_bounds_hbm_ref.at[batch]),
+            HbmTiles(lse_delta_hbm_ref.at[batch, head]),
+            HbmTiles(row_bounds_hbm_ref.at[batch]),
         ),
         buffers=scratch.queries,
         semaphores=scratch.semaphores,
@@ -193,10 +209,11 @@ def _kernel(
         semaphores=scratch.dq_semaphores,
         counts=scratch.counts,
     )
-    keys = KeyTile(k_ref, v_ref, dk_ref, dv_ref)
+    keys = KeyTileRefs(k_ref, v_ref, dk_ref, dv_ref)
     block_q = q_hbm_ref.shape[3] // query_tiles
-    # By sub-blocks, the others take no longer than the staircases with a base.
-    diagonals = numbers.diagonals(config.blocks, block_q, has_all=False)
+    # Staircases with a base of their own are computed by sub-blocks: code for them
+    # would be longer, and not faster.
+    diagonals = numbers.diagonals(config.blocks, block_q, with_staircases=False)
     goes_on = dq.chains(before, here)
     visited = jnp.where(goes_on, scratch.counts[VISITED], 0)  # in this chain before
 
@@ -208,6 +225,7 @@ def _kernel(
     def _():
         prefetch(here.begin, jnp.int32(0), jnp.bool(True))
 
+    # Here, and not at the first visit: keys that no query sees have gradients of 0.
     for sum_ref in (dk_ref, dv_ref):
         sum_ref[...] = jnp.zeros_like(sum_ref)  # [block_k, D], or swapped
 
@@ -216,15 +234,17 @@ def _kernel(
         n = visited + i - here.begin
         is_last = i + 1 == here.end
         following = jnp.where(is_last, after.begin, i + 1)
-        seen = jnp.where(is_last, here.end, before.end)
+        # End of the query tiles that key tiles before the following visit's have seen.
+        seen_end = jnp.where(is_last, here.end, before.end)
 
         # Into the buffers that visit n - 1 has read.
         @pl.when(~is_last | dq.chains(here, after))
         def _():
-            prefetch(following, n + 1, following >= seen)
+            prefetch(following, n + 1, following >= seen_end)
 
         # Drains tile i, started by the last visit, or before the loop.
-        queries = QueryTile(*copies.wait(i, n & 1), dq.wait(i, n))
+        q, do, lse_delta, row_bounds = copies.wait(i, n & 1)
+        queries = QueryTileRefs(q, do, lse_delta, row_bounds, dq.wait(i, n))
         query_tile = batch * query_tiles + i
         bounds = numbers.sub_blocks(query_tile * sub_blocks)
         first_key = j * k_ref.shape[0]

@@ -31,7 +31,7 @@ STREAMED = 3
 """Buffers of a streamed dQ: one arrives, one is added to, one leaves."""
 
 VISITED, STORED = 0, 1
-"""Places in SMEM: visits of the chain so far; tiles of the head on their way out."""
+"""Indices in SMEM: visits of the chain so far; tiles of the head on their way out."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +60,38 @@ class Resident(Accumulator):
 
     def wait(self, i: jax.Array, n: jax.Array) -> jax.Ref:
         """Drains what `prefetch(i, n)` started; returns tile i, [R, D]."""
+        # Ends do not decrease: no key tile before has seen query tiles from there on.
         is_first = i >= self.near.before.end
         pl.when(is_first)(lambda: wait_all(self._incoming(i, n)))
         return self.buffer.at[i]
 
     def store(self, i: jax.Array, n: jax.Array) -> None:
         """Starts to write tile i after its last visit; drained by the last `end`."""
+        # Begins do not decrease: no later key tile sees query tiles before that one.
         is_last = i < self.near.after.begin
         pl.when(is_last)(lambda: start_all(self._outgoing(i)))
 
     def end(self, visits: jax.Array) -> None:
         """Drains the stores of all tiles, at the last key tile of a head."""
-        j, (begin, end) = pl.program_id(2), self.near.here
+        j = pl.program_id(2)
+        begin, end = self.near.here
+        # Of the head's key tiles before: SMEM keeps the count from program to program,
+        # and from head to head.
         before = jnp.where(j == 0, 0, self.counts[STORED])
         stored = before + jnp.minimum(end, self.near.after.begin) - begin
         self.counts[STORED] = stored
 
         @pl.when(j == pl.num_programs(2) - 1)
         def _():
-            pl.loop(0, stored)(lambda _: wait_all(self._outgoing(0)))  # one of them
+            # A wait drains the bytes of a tile, of whichever: all have the same size.
+            pl.loop(0, stored)(lambda _: wait_all(self._outgoing(0)))
 
     def _incoming(self, i: jax.Array, n: jax.Array) -> list:
+        # Tiles of two visits at most are on their way in: one waited for, one started.
         return copies(self.source, i, self.buffer.at[i], self.semaphores.at[0, n & 1])
 
     def _outgoing(self, i: jax.Array) -> list:
+        # One for all tiles: nobody waits for a certain one.
         semaphore = self.semaphores.at[1, 0]
         return copies(self.target, i, self.buffer.at[i], semaphore, is_out=True)
 
@@ -126,7 +134,7 @@ class Streamed(Accumulator):
         def _():
             @pl.loop(jnp.maximum(visits - STREAMED, 0), visits)
             def _(n):
-                wait_all(self._outgoing(0, n))  # of this size, whichever tile it was
+                wait_all(self._outgoing(0, n))  # of that size, whichever tile it was
 
     def _incoming(self, i: jax.Array, n: jax.Array) -> list:
         slot = lax.rem(n, STREAMED)
@@ -136,5 +144,6 @@ class Streamed(Accumulator):
 
     def _outgoing(self, i: jax.Array, n: jax.Array) -> list:
         slot = lax.rem(n, STREAMED)
-        buffer, semaphore = self.buffer.at[slot], self.semaphores.at[1, slot]
+        buffer = self.buffer.at[slot]
+        semaphore = self.semaphores.at[1, slot]
         return copies(self.target, i, buffer, semaphore, is_out=True)

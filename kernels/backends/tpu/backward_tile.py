@@ -22,14 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ...masks import in_interval
-from .bounds import Diagonals, Strip, SubBlockBounds
+from .bounds import Diagonals, SubBlockBounds
 from .tile_config import TileConfig
 from .vector import NN, NT, TN, Orientation, dot
 
 STAGES = 3
 
 
-class QueryTile(NamedTuple):
+class QueryTileRefs(NamedTuple):
     """A query tile in VMEM."""
 
     q: jax.Ref  # [R, D]
@@ -39,7 +39,7 @@ class QueryTile(NamedTuple):
     dq: jax.Ref  # [R, D], or swapped: accumulator
 
 
-class KeyTile(NamedTuple):
+class KeyTileRefs(NamedTuple):
     """A key tile in VMEM, or some keys of it."""
 
     k: jax.Ref  # [keys, D]
@@ -47,9 +47,9 @@ class KeyTile(NamedTuple):
     dk: jax.Ref  # [keys, D], or swapped: accumulator, as the next
     dv: jax.Ref
 
-    def at(self, keys: pl.Slice, orientation: Orientation) -> "KeyTile":
+    def at(self, keys: pl.Slice, orientation: Orientation) -> "KeyTileRefs":
         """Returns some keys."""
-        return KeyTile(
+        return KeyTileRefs(
             k=self.k.at[keys, :],
             v=self.v.at[keys, :],
             dk=orientation.at(self.dk, keys),
@@ -63,8 +63,8 @@ class BackwardTile(NamedTuple):
     first_key: of the key tile. bounds: of the query tile.
     """
 
-    keys: KeyTile
-    queries: QueryTile
+    keys: KeyTileRefs
+    queries: QueryTileRefs
     first_key: jax.Array
     bounds: SubBlockBounds
     diagonals: Diagonals
@@ -88,42 +88,45 @@ class BackwardTile(NamedTuple):
 
     def _add_diagonal(self, base: int, end: jax.Array) -> None:
         """Adds those of a diagonal tile; base, end: see `Diagonals`."""
-        blocks, diagonals = self.config.blocks, self.diagonals
-
-        def piece(strip: Strip) -> Iterator[None]:
-            mask = functools.partial(
-                diagonals.mask, end=end, first=strip.rows.start, axis=1, masked=0.0
-            )
+        blocks = self.config.blocks
+        pieces = []
+        # The shortest first: the first matmul of all is soon done.
+        for strip in self.diagonals.strips(blocks, base)[::-1]:
+            # All keys that the strip sees lie at the tile's begin, the masked ones too.
             live = pl.ds(0, len(strip.columns) * strip.width)
             keys = self.keys.at(live, self.config.orientation)
-            return self._piece(keys, strip.rows, mask)
-
-        strips = diagonals.strips(blocks, base)
-        # The shortest first: the first matmul of all is soon done.
-        _interleave([piece(strip) for strip in strips[::-1]], blocks.diagonal_ahead)
+            first = strip.rows.start
+            mask = functools.partial(
+                self.diagonals.mask, end=end, first=first, axis=1, masked=0.0
+            )
+            pieces.append(self._piece(keys, strip.rows, mask))
+        _interleave(pieces, blocks.diagonal_ahead)
 
     def _add_partial(self) -> None:
         """Adds those of the live granules of each sub-block, masked."""
+        self.bounds.for_each(self.config.blocks, self.first_key, self._sub_block)
 
-        def add(rows: pl.Slice, begin: jax.Array) -> Callable[[int], None]:
-            def mask(p: jax.Array) -> jax.Array:
-                k_start = self.queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
-                k_end = self.queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
-                key = lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
-                key = self.first_key + begin + key  # [keys, rows]
-                return jnp.where(in_interval(k_start, key, k_end), p, 0.0)
+    def _sub_block(self, rows: pl.Slice, begin: jax.Array) -> Callable[[int], None]:
+        """Returns what adds those of keys [begin, begin + width), called with width."""
+        mask = functools.partial(self._mask, rows=rows, begin=begin)
 
-            def add_those(width: int) -> None:
-                live = self.keys.at(pl.ds(begin, width), self.config.orientation)
-                _interleave([self._piece(live, rows, mask)], ahead=0)
+        def add(width: int) -> None:
+            keys = self.keys.at(pl.ds(begin, width), self.config.orientation)
+            _interleave([self._piece(keys, rows, mask)], ahead=0)
 
-            return add_those
+        return add
 
-        self.bounds.for_each(self.config.blocks, self.first_key, add)
+    def _mask(self, p: jax.Array, *, rows: pl.Slice, begin: jax.Array) -> jax.Array:
+        """Sets P^T [keys, rows] of the tile's keys from `begin` on to 0 if masked."""
+        k_start = self.queries.row_bounds[pl.ds(0, 1), rows]  # [1, rows]
+        k_end = self.queries.row_bounds[pl.ds(1, 1), rows]  # [1, rows]
+        key = lax.broadcasted_iota(jnp.int32, p.shape, 0)  # [keys, rows]
+        key = self.first_key + begin + key  # [keys, rows]
+        return jnp.where(in_interval(k_start, key, k_end), p, 0.0)
 
     def _piece(
         self,
-        keys: KeyTile,
+        keys: KeyTileRefs,
         rows: pl.Slice,
         mask: Callable[[jax.Array], jax.Array] | None = None,
     ) -> Iterator[None]:
@@ -140,6 +143,7 @@ class BackwardTile(NamedTuple):
         s, slope = config.scores_and_slope(keys.k[...], q)  # S^T [keys, rows]
         p = jnp.exp2(s - lse)  # P^T [keys, rows]
         if mask:
+            # After exp2: masked scores may overflow to inf, which 0 takes the place of.
             p = mask(p)  # [keys, rows]
         yield
         keys.dv[...] += config.product(p.astype(q.dtype), do, NN)  # as dv, and so on

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from ...masks import Array
 from ..tile_layout import BlockSizes, Tiling
 from .vector import LANES, UPRIGHT, Orientation
 
@@ -73,7 +74,8 @@ class TpuBlocks:
         """Yields (query heads stacked in a tile, blocks), the fastest first."""
         for heads in range(group, 0, -1):
             if group % heads == 0:
-                yield from ((heads, self.smaller(times)) for times in (1, 2, 4))
+                for times in (1, 2, 4):
+                    yield heads, self.smaller(times)
 
     def fit(
         self, length: int, keys: int, group: int, units: tuple[int, int]
@@ -94,7 +96,9 @@ class TpuBlocks:
         )
         if sizes.block_k % lanes:
             raise ValueError(f"block_k must be a multiple of {lanes}, got {self}")
-        stacked, block_k = group * sizes.block_q, sizes.block_k
+        stacked = group * sizes.block_q
+        block_k = sizes.block_k
+        # Pieces are powers of 2: the divisor is the largest one that divides the tile.
         return sizes, replace(
             self,
             stacked_rows=stacked,
@@ -167,17 +171,19 @@ class Cut(NamedTuple):
         """Sums gradients over stacks: (B, S, K * stacks, D) -> (B, S, K, D)."""
         if self.stacks == 1:
             return x
-        return x.reshape(*x.shape[:2], -1, self.stacks, x.shape[-1]).sum(axis=3)
+        batch, keys, _, depth = x.shape
+        x = x.reshape(batch, keys, -1, self.stacks, depth)  # (B, S, K, stacks, D)
+        return x.sum(axis=3)
 
     def packed(self, x: jax.Array) -> jax.Array:
         """Lays out numbers of stacked rows, [..., R], for the forward kernel."""
         return x.reshape(*x.shape[:-1], *self.orientation.packed(x.shape[-1]))
 
-    def tiling(self, q: jax.Array, k: jax.Array, k_start: jax.Array) -> Tiling:
+    def tiling(self, q: jax.Array, k: jax.Array, k_start: Array) -> Tiling:
         """Returns the tiling of q (B, T, H, D) and repeated k (B, S, K * stacks, D)."""
         tiling = Tiling.of(q, k, k_start, self.sizes)
-        block_q, block_k = self.sizes.block_q, self.sizes.block_k
-        return tiling._replace(block_q=block_q, block_k=block_k)
+        # `Tiling.of` cuts tiles to short problems; here problems are padded to tiles.
+        return tiling._replace(block_q=self.sizes.block_q, block_k=self.sizes.block_k)
 
 
 def vmem_limit(chip: pltpu.TpuInfo) -> int:
@@ -211,19 +217,21 @@ def choose_cut(
       ValueError: the given blocks do not fit.
       NotImplementedError: nothing does.
     """
-    group, limit = q.shape[2] // k.shape[2], vmem_limit(chip)
+    group = q.shape[2] // k.shape[2]
+    limit = vmem_limit(chip)
     depth = -(-q.shape[-1] // LANES) * LANES
     is_free = blocks is None
     blocks = blocks or _table_blocks(table, chip, q)
+    held = 0
     choices = blocks.ever_smaller(group) if is_free else [(group, blocks)]
     for number, (heads, blocks) in enumerate(choices):
         # A head's rows must be whole lanes where they lie along the lanes.
         can_swap = q.shape[1] >= LANES and heads * LANES <= blocks.stacked_rows
         orientation = Orientation.of(chip, depth) if can_swap else UPRIGHT
         unit = LANES if orientation.axis else MIN_BLOCK_Q
-        lengths = q.shape[1], k.shape[1]
-        tile, fitted = blocks.fit(*lengths, heads, (unit, row_lanes(chip)))
-        cut = Cut(heads, group // heads, tile, fitted, orientation)
+        units = unit, row_lanes(chip)
+        sizes, fitted = blocks.fit(q.shape[1], k.shape[1], heads, units)
+        cut = Cut(heads, group // heads, sizes, fitted, orientation)
         held = held_bytes(cut)
         # The compiler takes some VMEM for itself, more for wide types; smaller tiles
         # can leave it more.

@@ -1,13 +1,22 @@
 """Visible keys [k_start, k_end) of the TPU kernels: live tiles, diagonals, and masks.
 
-In causal attention the last live tile of each query tile is a diagonal: every row
-attends to one key more than the row before. Which pieces of it are full, masked and
-empty is known while tracing, so both kernels have straight-line code for it, as for a
-full tile.
+In causal attention the last live tile of each query tile is a diagonal one: each row
+sees one key more than the row before. In stripes as wide as a granule, a tile of a
+visiting shard is a staircase: all rows of a granule end at the same key, and those of
+the next granule of rows a granule of keys further. Tiles of 4 x 4 granules, rows
+downwards, keys to the right; █ full, ◣ masked, ▣ masked but all visible, · skipped:
 
-In stripes as wide as a granule, visiting tiles are staircases: all rows of a granule
-end at the same key, and those of the next one a granule further. They are diagonals
-whose mask shows everything.
+    diagonal     staircase    staircase of a
+    base 0       base 0       later shard, base -1
+    ◣ · · ·      ▣ · · ·      · · · ·
+    █ ◣ · ·      █ ▣ · ·      ▣ · · ·
+    █ █ ◣ ·      █ █ ▣ ·      █ ▣ · ·
+    █ █ █ ◣      █ █ █ ▣      █ █ ▣ ·
+
+`base` is the number of full granules in the first row. It alone says which granules are
+full, masked and skipped, so both kernels have straight-line code for each base, as for
+a full tile. A staircase runs the code of the diagonal with its base: only the first
+row's end differs, which makes the mask show everything.
 """
 
 import functools
@@ -49,8 +58,8 @@ class Diagonals(NamedTuple):
 
     granule: rows and keys of the pieces that they are made of.
     block_q: rows of a head. block_k: keys of a tile.
-    bases: how many granules of keys may be full in a tile's first row. -1: its first
-      granule of rows sees nothing.
+    bases: full granules of keys in a tile's first row, of each tile there is code for;
+      -1: the first granule of rows sees nothing.
     """
 
     granule: int
@@ -59,17 +68,22 @@ class Diagonals(NamedTuple):
     bases: tuple[int, ...]
 
     @classmethod
-    def of(cls, blocks: TpuBlocks, block_q: int, has_all: bool) -> "Diagonals":
+    def of(cls, blocks: TpuBlocks, block_q: int, with_staircases: bool) -> "Diagonals":
         """Returns none where rows and keys are not cut alike.
 
-        has_all: also bases that only staircases have: each is a copy of the code.
+        with_staircases: also bases that no diagonal of the own keys has, but staircases
+          of visiting shards have. Each base is a copy of the code.
         """
         granule, block_k = blocks.live_columns, blocks.block_k
-        steps, rest = max(1, block_q // granule), block_q % granule
-        first, stride = (-(steps > 1), 1) if has_all else (0, steps)
-        bases = range(first, block_k // granule - steps + 1, stride)
+        steps = max(1, block_q // granule)  # granules of rows
+        rest = block_q % granule
         if blocks.exact_rows != granule or (rest and granule % block_q):
-            bases = ()
+            return cls(granule, block_q, block_k, ())
+        last = block_k // granule - steps
+        bases = range(0, last + 1, steps)
+        if with_staircases:
+            # With one granule of rows, base -1 is an empty tile, which is not live.
+            bases = range(-1 if steps > 1 else 0, last + 1)
         return cls(granule, block_q, block_k, tuple(bases))
 
     def hold(self, first_end: jax.Array) -> jax.Array:
@@ -78,15 +92,16 @@ class Diagonals(NamedTuple):
         first_end: of `first_ends`, less the tile's first key, as in `attend`.
         """
         base = whole(first_end, self.granule)
-        found = [base == known for known in self.bases]
-        return functools.reduce(operator.or_, found, jnp.bool(False))
+        is_base = [base == known for known in self.bases]
+        return functools.reduce(operator.or_, is_base, jnp.bool(False))
 
     def attend(
         self, first_end: jax.Array, attend: Callable[[int, jax.Array], None]
     ) -> None:
         """Calls attend(base, end of the first row in `mask`) for a tile's base."""
-        more = first_end & (self.granule - 1)
-        end = first_end + whole(more + 1, self.granule)  # of a staircase one more
+        # granule - 1 of staircases alone, whose end is less 1: see `first_ends`.
+        remainder = first_end & (self.granule - 1)
+        end = first_end + whole(remainder + 1, self.granule)
         for base in self.bases:
             is_base = whole(first_end, self.granule) == base
             pl.when(is_base)(functools.partial(attend, base, end))
@@ -98,16 +113,16 @@ class Diagonals(NamedTuple):
         """
         size = self.granule
         width = min(size, blocks.columns)
-
-        def strip(first: int) -> Strip:
+        strips = []
+        for first in range(0, blocks.stacked_rows, blocks.exact_rows):
+            # Stacked heads have a diagonal each: rows count from their head's first.
             full = (base + first % self.block_q // size) * size
             masked = range(max(0, full), full + size, width)
+            # The masked ones first: m may come from them, and is needed by the others.
             columns = *masked, *range(0, full, width)
             rows = pl.ds(first, blocks.exact_rows)
-            return Strip(rows, columns, width, len(masked))
-
-        starts = range(0, blocks.stacked_rows, blocks.exact_rows)
-        return [strip(first) for first in starts][::-1]
+            strips.append(Strip(rows, columns, width, len(masked)))
+        return strips[::-1]
 
     def mask(
         self, x: jax.Array, end: jax.Array, first: int, axis: int, masked: float
@@ -117,11 +132,10 @@ class Diagonals(NamedTuple):
         end: for the first row of a head, less the number of the first key.
         first: number of the first row in the tile. axis: of the rows.
         """
-        row, key = (
-            lax.broadcasted_iota(jnp.int32, x.shape, one) for one in (axis, 1 - axis)
-        )  # as x
+        row = lax.broadcasted_iota(jnp.int32, x.shape, axis)  # as x
+        key = lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis)  # as x
         if self.block_q < x.shape[axis]:
-            row = row % self.block_q
+            row = row % self.block_q  # as x
         return jnp.where(key - row < end + first % self.block_q, x, masked)
 
     def first_ends(self, ranges: TileRanges, k_start: Array, k_end: Array) -> Array:
@@ -135,13 +149,18 @@ class Diagonals(NamedTuple):
 
         ranges: of key tiles, (M, tiles). k_start, k_end: of rows, (M, tiles, block_q).
         """
-        granule, rows = self.granule, np.arange(self.block_q, dtype=np.int32)
-        first_key, first = ranges.full_end * self.block_k, k_end[..., 0]
-        more, steps = first % granule, k_end - k_end[..., :1]
-        is_staircase = (steps == rows // granule * granule).all(axis=-1) & (more == 0)
-        is_diagonal = (steps == rows).all(axis=-1)
-        is_diagonal &= more + min(self.block_q, granule) <= granule + 1
-        first_end = jnp.where(is_staircase, first - 1, first)
+        granule = self.granule
+        rows = np.arange(self.block_q, dtype=np.int32)  # [block_q]
+        first_key = ranges.full_end * self.block_k  # (M, tiles)
+        end = k_end[..., 0]  # (M, tiles), of the first row
+        remainder = end % granule  # (M, tiles)
+        growth = k_end - k_end[..., :1]  # (M, tiles, block_q), since the first row
+        is_staircase = (growth == rows // granule * granule).all(axis=-1)
+        is_staircase &= remainder == 0
+        is_diagonal = (growth == rows).all(axis=-1)
+        # The rows of a granule end in one granule of keys, which is the masked one.
+        is_diagonal &= remainder + min(self.block_q, granule) <= granule + 1
+        first_end = jnp.where(is_staircase, end - 1, end)  # (M, tiles)
         is_known = (
             (is_diagonal | is_staircase)
             & (k_start[..., -1] <= first_key)
@@ -152,7 +171,7 @@ class Diagonals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class SmemSlice:
     """Numbers in SMEM behind `begin` others."""
 
     ref: jax.Ref
@@ -163,9 +182,9 @@ class Part:
 
 
 class TileNumbers(NamedTuple):
-    """Numbers that drive a kernel's loops over tiles: int32 arrays, or their parts.
+    """Numbers that drive a kernel's loops over tiles: int32 arrays, or slices of SMEM.
 
-    The kernels read them from one array in SMEM, which holds one after the other.
+    XLA concatenates the arrays, in this order; a kernel reads them from one in SMEM.
 
     ranges: of a line's tiles, 4 x [M * lines].
     first_ends: None, or of `Diagonals.first_ends`, [M * query tiles].
@@ -181,16 +200,17 @@ class TileNumbers(NamedTuple):
     def read(
         cls, ref: jax.Ref, lines: int, tiles: int, sub_blocks: int
     ) -> "TileNumbers":
-        """Returns the parts. lines, tiles: of all M. sub_blocks: of a tile."""
-        ends = 4 * lines, ref.shape[0] - 2 * tiles * sub_blocks
-        live_begin, full_begin, full_end, live_end = (
-            Part(ref, n * lines) for n in range(4)
-        )
+        """Returns the slices. lines, tiles: of all M. sub_blocks: of a tile."""
+        ranges = TileRanges(*(SmemSlice(ref, n * lines) for n in range(4)))
+        ranges_end = 4 * lines
+        # From the end: only the array's size says whether there are `first_ends`.
+        min_k_start = ref.shape[0] - 2 * tiles * sub_blocks
+        has_first_ends = ranges_end < min_k_start
         return cls(
-            TileRanges(live_begin, full_begin, full_end, live_end),
-            Part(ref, ends[0]) if ends[0] < ends[1] else None,
-            Part(ref, ends[1]),
-            Part(ref, ends[1] + tiles * sub_blocks),
+            ranges=ranges,
+            first_ends=SmemSlice(ref, ranges_end) if has_first_ends else None,
+            min_k_start=SmemSlice(ref, min_k_start),
+            max_k_end=SmemSlice(ref, min_k_start + tiles * sub_blocks),
         )
 
     def sub_blocks(self, offset: jax.Array) -> "SubBlockBounds":
@@ -201,10 +221,12 @@ class TileNumbers(NamedTuple):
         """Returns that of a query tile."""
         return jnp.int32(NONE) if self.first_ends is None else self.first_ends[tile]
 
-    def diagonals(self, blocks: TpuBlocks, block_q: int, has_all: bool) -> Diagonals:
+    def diagonals(
+        self, blocks: TpuBlocks, block_q: int, with_staircases: bool
+    ) -> Diagonals:
         """Returns `Diagonals.of` these, without a base where numbers are missing."""
-        found = Diagonals.of(blocks, block_q, has_all)
-        return found._replace(bases=()) if self.first_ends is None else found
+        diagonals = Diagonals.of(blocks, block_q, with_staircases)
+        return diagonals._replace(bases=()) if self.first_ends is None else diagonals
 
 
 class LiveTiles(NamedTuple):
@@ -212,6 +234,11 @@ class LiveTiles(NamedTuple):
 
     begin: jax.Array
     end: jax.Array
+
+    @classmethod
+    def of(cls, ranges: TileRanges, first: jax.Array, j: jax.Array) -> "LiveTiles":
+        """Reads those of program j of a head, whose first one has number `first`."""
+        return cls(ranges.live_begin[first + j], ranges.live_end[first + j])
 
     @property
     def is_live(self) -> jax.Array:
@@ -235,15 +262,15 @@ class Neighbours(NamedTuple):
     @classmethod
     def of(cls, ranges: TileRanges, first: jax.Array) -> "Neighbours":
         """Reads those of this program. first: the number of the head's first one."""
-        j, last = pl.program_id(2), pl.num_programs(2) - 1
-
-        def live(j: jax.Array) -> LiveTiles:
-            return LiveTiles(ranges.live_begin[first + j], ranges.live_end[first + j])
-
-        before, here, after = (
-            live(near) for near in (jnp.maximum(j - 1, 0), j, jnp.minimum(j + 1, last))
-        )
-        # Nothing is live before the first or after the last.
+        j = pl.program_id(2)
+        last = pl.num_programs(2) - 1
+        previous = jnp.maximum(j - 1, 0)
+        following = jnp.minimum(j + 1, last)
+        before = LiveTiles.of(ranges, first, previous)
+        here = LiveTiles.of(ranges, first, j)
+        after = LiveTiles.of(ranges, first, following)
+        # Nothing is live before the first or after the last: their neighbour, clamped,
+        # is themselves, and they would wait for copies that nobody has started.
         return cls(
             before._replace(end=jnp.where(j == 0, before.begin, before.end)),
             here,
@@ -257,8 +284,8 @@ class SubBlockBounds(NamedTuple):
     offset: the number of the query tile's first sub-block.
     """
 
-    min_k_start: Part
-    max_k_end: Part
+    min_k_start: SmemSlice
+    max_k_end: SmemSlice
     offset: jax.Array
 
     def for_each(
@@ -279,9 +306,9 @@ class SubBlockBounds(NamedTuple):
             k_end = self.max_k_end[self.offset + block]
             begin = whole(jnp.clip(k_start - first_key, 0, block_k), granule)
             end = whole(jnp.clip(k_end - first_key, 0, block_k) + granule - 1, granule)
-            count, begin = end - begin, pl.multiple_of(begin * granule, granule)
+            count = end - begin  # of granules; below 1 if no row sees any of these keys
+            attend_to = attend(rows, pl.multiple_of(begin * granule, granule))
             # Shapes are static: one branch for each number of live granules.
-            attend_to = attend(rows, begin)
             for live in range(1, block_k // granule + 1):
                 pl.when(count == live)(functools.partial(attend_to, live * granule))
 
@@ -314,16 +341,22 @@ class RowBounds(NamedTuple):
 
     def mask(
         self,
+        s: jax.Array,
+        column: int,
+        *,
         rows: pl.Slice,
         first_key: jax.Array,
-        s: jax.Array,
         orientation: Orientation,
     ) -> jax.Array:
-        """Returns scores of keys from `first_key` on, -inf if masked."""
+        """Returns scores of some rows, -inf if masked.
+
+        s: of the keys from first_key + column on, [rows, keys] or swapped.
+        """
         axis = orientation.keys_axis
-        key = lax.broadcasted_iota(jnp.int32, s.shape, axis) + first_key
-        k_start, k_end = (
-            orientation.widen(orientation.at(bound, rows)[...], s.shape[axis])
-            for bound in self
-        )
+        first = first_key + column
+        key = lax.broadcasted_iota(jnp.int32, s.shape, axis) + first  # as s
+        k_start = orientation.at(self.k_start, rows)[...]  # numbers of rows
+        k_start = orientation.widen(k_start, s.shape[axis])  # meets s
+        k_end = orientation.at(self.k_end, rows)[...]  # numbers of rows
+        k_end = orientation.widen(k_end, s.shape[axis])  # meets s
         return jnp.where(in_interval(k_start, key, k_end), s, -jnp.inf)

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .vector import UPRIGHT, Orientation
 
 
-class Tiles(NamedTuple):
+class HbmTiles(NamedTuple):
     """Tiles in HBM, one after the other: ref [tiles, ...]."""
 
     ref: jax.Ref
@@ -33,11 +33,14 @@ class StackedTiles(NamedTuple):
         orientation = self.orientation
         stacked = stacked_rows(self.ref.shape[0], buffer.shape[orientation.axis])
         block_q = stacked[0].size
+        # The compiler must know that copies begin at whole rows of registers.
         rows = pl.ds(pl.multiple_of(tile * block_q, block_q), block_q)
-        return [  # [block_q, D] each, or [D, block_q]
-            (orientation.at(self.ref.at[head], rows), orientation.at(buffer, place))
-            for head, place in enumerate(stacked)
-        ]
+        pairs = []
+        for head, rows_in_stack in enumerate(stacked):
+            in_hbm = orientation.at(self.ref.at[head], rows)
+            in_vmem = orientation.at(buffer, rows_in_stack)
+            pairs.append((in_hbm, in_vmem))  # [block_q, D] each, or [D, block_q]
+        return pairs
 
 
 def stacked_rows(group: int, rows: int) -> list[pl.Slice]:
@@ -47,7 +50,7 @@ def stacked_rows(group: int, rows: int) -> list[pl.Slice]:
 
 
 def copies(
-    tiles: Tiles | StackedTiles,
+    tiles: HbmTiles | StackedTiles,
     tile: jax.Array,
     buffer: jax.Ref,
     semaphore: jax.Ref,
@@ -57,10 +60,11 @@ def copies(
 
     To wait for copies that were started elsewhere, build the same ones again.
     """
-    return [
-        pltpu.make_async_copy(*(pair[::-1] if is_out else pair), semaphore)
-        for pair in tiles.pairs(tile, buffer)
-    ]
+    built = []
+    for in_hbm, in_vmem in tiles.pairs(tile, buffer):
+        source, target = (in_vmem, in_hbm) if is_out else (in_hbm, in_vmem)
+        built.append(pltpu.make_async_copy(source, target, semaphore))
+    return built
 
 
 def start_all(copies: list) -> None:
@@ -81,7 +85,7 @@ class DoubleBuffer(NamedTuple):
     semaphores: DMA semaphores [sources, 2].
     """
 
-    sources: tuple[Tiles | StackedTiles, ...]
+    sources: tuple[HbmTiles | StackedTiles, ...]
     buffers: tuple[jax.Ref, ...]
     semaphores: jax.Ref
 
@@ -95,8 +99,10 @@ class DoubleBuffer(NamedTuple):
         return tuple(buffer.at[slot] for buffer in self.buffers)
 
     def _copies(self, tile: jax.Array, slot: jax.Array) -> list:
-        found = []  # one a source, or one a stacked head
+        built = []  # one a source, or one a stacked head
         for number, source in enumerate(self.sources):
-            buffer, semaphore = self.buffers[number], self.semaphores.at[number, slot]
-            found += copies(source, tile, buffer.at[slot], semaphore)
-        return found
+            buffer = self.buffers[number].at[slot]
+            # One for all heads of a stack: a wait for each adds up to all their bytes.
+            semaphore = self.semaphores.at[number, slot]
+            built += copies(source, tile, buffer, semaphore)
+        return built

@@ -13,24 +13,23 @@ attends to some key in the first iteration, and has an m for the others.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..tile_ranges import TileRanges
 from .block_sizes import Cut, TpuBlocks
 from .bounds import Neighbours, RowBounds, TileNumbers
-from .dma import DoubleBuffer, Tiles
-from .query_tile import VISITED, Carry, QueryTile, stack_heads
-from .softmax import SoftmaxState
+from .dma import DoubleBuffer, HbmTiles
+from .query_tile import VISITED, ForwardQueryTile, stack_heads
+from .softmax import Carry, SoftmaxState
 from .tile_config import TileConfig
 from .vector import Orientation, buffer_bytes, flat_index
 
 
-class Operands(NamedTuple):
+class ForwardOperands(NamedTuple):
     """Arrays that the forward kernel reads.
 
     numbers: `TileNumbers` of the key tiles of query tiles, SMEM.
@@ -47,7 +46,7 @@ class Operands(NamedTuple):
     carry: Carry | tuple[()]
 
 
-class Scratch(NamedTuple):
+class ForwardScratch(NamedTuple):
     """VMEM of a program, and the semaphores of its copies."""
 
     kv: tuple[jax.Ref, jax.Ref]  # [2, block_k, D] each
@@ -65,9 +64,10 @@ class Scratch(NamedTuple):
         depth: int,
         dtype: jnp.dtype,
         orientation: Orientation,
-    ):
+    ) -> "ForwardScratch":
         """Returns the scratch to allocate. depth: D."""
-        rows, keys = blocks.stacked_rows, (2, blocks.block_k, depth)
+        rows = blocks.stacked_rows
+        keys = 2, blocks.block_k, depth
         numbers = orientation.ordered(rows, orientation.number_width)
         bound = pltpu.VMEM(numbers, jnp.int32)
         return cls(
@@ -82,19 +82,22 @@ class Scratch(NamedTuple):
 
 def held_bytes(row: jax.ShapeDtypeStruct, cut: Cut) -> int:
     """Returns the VMEM that a program takes, with a carry. row: of q, [D]."""
-    blocks, (depth,) = cut.blocks, row.shape
+    blocks = cut.blocks
     rows = blocks.stacked_rows
+    (depth,) = row.shape
     q = pltpu.VMEM((rows, depth), row.dtype)
     out = pltpu.VMEM((rows, depth), jnp.float32)
     pipelined = {"q": q, "out": out, "carry": out}
-    scratch = Scratch.shapes(cut.heads, blocks, depth, row.dtype, cut.orientation)
+    scratch = ForwardScratch.shapes(
+        cut.heads, blocks, depth, row.dtype, cut.orientation
+    )
     in_flight = blocks.ahead + blocks.behind + 2  # sub-tiles of S and P
     scores = in_flight * blocks.rows * blocks.columns * 4
     return 2 * buffer_bytes(pipelined) + buffer_bytes(scratch) + scores
 
 
 def forward_call(
-    config: TileConfig, operands: Operands, is_in_order: bool, **options
+    config: TileConfig, operands: ForwardOperands, is_in_order: bool, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel. options: of `pl.pallas_call`.
 
@@ -105,13 +108,16 @@ def forward_call(
       out and lse, shaped like a `Carry`: of empty rows 0 and NOTHING.
     """
     batch, heads, group, tokens, depth = operands.q.shape
-    query_tiles, orientation = operands.row_bounds.shape[1], config.orientation
+    query_tiles = operands.row_bounds.shape[1]
+    orientation = config.orientation
     rows = config.blocks.stacked_rows
-    accumulator = orientation.ordered(rows // group, depth)
+    block_q = rows // group
+    accumulator = orientation.ordered(block_q, depth)
     packed = orientation.packed(rows)
 
+    # Index maps of (batch, head, query tile) get the prefetched numbers too.
     q_block = pl.BlockSpec(  # [G, block_q, D]
-        (None, None, group, rows // group, depth), lambda b, x, i, *_: (b, x, 0, i, 0)
+        (None, None, group, block_q, depth), lambda b, x, i, *_: (b, x, 0, i, 0)
     )
     out_block = pl.BlockSpec(  # [G, block_q, D], or the last two swapped
         (None, None, group, *accumulator),
@@ -125,14 +131,17 @@ def forward_call(
     )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     out = batch, heads, group, *orientation.ordered(tokens, depth)
-    shapes = out, (batch, heads, query_tiles, *packed)
-    dtype = operands.q.dtype
-    scratch = Scratch.shapes(group, config.blocks, depth, dtype, orientation)
-    results = out_block, lse_block
-    carry_blocks = Carry(*results) if operands.carry else ()
-    # A block of the carry is read before its result is written in its place.
-    first = flat_index(operands, "carry")
-    aliases = {first: 0, first + 1: 1} if operands.carry else {}
+    lse = batch, heads, query_tiles, *packed
+    scratch = ForwardScratch.shapes(
+        group, config.blocks, depth, operands.q.dtype, orientation
+    )
+    carry_blocks = ()
+    aliases = {}
+    if operands.carry:
+        carry_blocks = Carry(out_block, lse_block)
+        # A block of the carry is read before its result is written in its place.
+        first = flat_index(operands, "carry")
+        aliases = {first: 0, first + 1: 1}
     call = pl.pallas_call(
         functools.partial(_kernel, config, is_in_order, batch * query_tiles),
         name="flash_forward",
@@ -140,10 +149,13 @@ def forward_call(
             num_scalar_prefetch=1,
             grid=(batch, heads, query_tiles),
             in_specs=[bounds_block, q_block, hbm, hbm, carry_blocks],
-            out_specs=results,
+            out_specs=(out_block, lse_block),
             scratch_shapes=[scratch],
         ),
-        out_shape=tuple(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes),
+        out_shape=(
+            jax.ShapeDtypeStruct(out, jnp.float32),
+            jax.ShapeDtypeStruct(lse, jnp.float32),
+        ),
         input_output_aliases=aliases,
         **options,
     )
@@ -154,7 +166,7 @@ def _kernel(
     config: TileConfig,
     is_in_order: bool,
     tiles: int,  # query tiles of all M
-    numbers_ref: jax.Ref,  # SMEM, as in `Operands`
+    numbers_ref: jax.Ref,  # SMEM, as in `ForwardOperands`
     bounds_ref: jax.Ref,  # [2, ...], packed
     q_ref: jax.Ref,  # [G, block_q, D]
     k_hbm_ref: jax.Ref,  # [M, X, key tiles, block_k, D]
@@ -162,21 +174,27 @@ def _kernel(
     carry_ref: Carry | tuple[()],
     out_ref: jax.Ref,  # [G, block_q, D], or the last two swapped
     lse_ref: jax.Ref,  # packed
-    scratch: Scratch,
+    scratch: ForwardScratch,
 ) -> None:
     """Attends to all keys with one query tile: program (batch, head, query tile)."""
-    batch, head, i = (pl.program_id(axis) for axis in range(3))
+    batch = pl.program_id(0)
+    head = pl.program_id(1)
+    i = pl.program_id(2)
     query_tile = batch * pl.num_programs(2) + i
 
     sub_blocks = config.blocks.stacked_rows // config.blocks.exact_rows
     numbers = TileNumbers.read(numbers_ref, tiles, tiles, sub_blocks)
     before, here, after = Neighbours.of(numbers.ranges, query_tile - i)
+    # The program before has started this one's first copies, into the slot that
+    # follows its own last one: hence the count that SMEM keeps from program to program.
     is_prefetched = before.is_live & here.is_live & is_in_order
     goes_on = here.is_live & after.is_live & is_in_order
-    # Of the chain before this program.
     visited = jnp.where(is_prefetched, scratch.counts[VISITED], 0)
     kv = DoubleBuffer(
-        sources=(Tiles(k_hbm_ref.at[batch, head]), Tiles(v_hbm_ref.at[batch, head])),
+        sources=(
+            HbmTiles(k_hbm_ref.at[batch, head]),
+            HbmTiles(v_hbm_ref.at[batch, head]),
+        ),
         buffers=scratch.kv,
         semaphores=scratch.semaphores,
     )
@@ -186,14 +204,17 @@ def _kernel(
         kv.start(here.end - 1, jnp.int32(0))
 
     q = stack_heads(q_ref, scratch.q)  # [R, D]
-    ranges = TileRanges(*(number[query_tile] for number in numbers.ranges))
-    # Keys of other shards, and so staircases, meet a carry.
-    has_all, block_q = bool(carry_ref), q_ref.shape[1]
+    ranges = numbers.ranges.line(query_tile)
     first_end = numbers.first_end(query_tile) - ranges.full_end * config.blocks.block_k
-    work = QueryTile(
+    # With a carry the keys may come from another shard, where staircase tiles occur:
+    # compile code for those too.
+    diagonals = numbers.diagonals(
+        config.blocks, block_q=q_ref.shape[1], with_staircases=bool(carry_ref)
+    )
+    work = ForwardQueryTile(
         config=config,
         ranges=ranges,
-        diagonals=numbers.diagonals(config.blocks, block_q, has_all),
+        diagonals=diagonals,
         first_end=first_end,
         q=q,
         carry=carry_ref,
@@ -207,7 +228,8 @@ def _kernel(
 
     @pl.loop(0, here.end - here.begin)
     def _(step):
-        j, slot = here.end - 1 - step, (visited + step) & 1
+        j = here.end - 1 - step
+        slot = (visited + step) & 1
         is_inside = j > here.begin
 
         @pl.when(is_inside | goes_on)
@@ -216,7 +238,9 @@ def _kernel(
             kv.start(jnp.where(is_inside, j, after.end) - 1, 1 - slot)
 
         # Drains K(j), V(j), started by the last iteration, or before the loop.
-        work.attend(j, *kv.wait(j, slot))
+        k_ref, v_ref = kv.wait(j, slot)
+        work.attend(j, k_ref, v_ref)
 
+    # The next program reads it only where this one has started its first copies.
     scratch.counts[VISITED] = visited + here.end - here.begin
     work.finish(out_ref, lse_ref)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ...masks import Visible
+from ...masks import Array, Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E, Scores
 from ..steps import Kernels, PlainForm, Rows
@@ -30,15 +30,14 @@ from .block_sizes import (
     choose_cut,
     vmem_limit,
 )
-from .query_tile import Carry
-from .setup import Seen, Setup, row_of
-from .softmax import NOTHING
+from .setup import Setup, TpuBounds, row_of
+from .softmax import NOTHING, Carry
 from .tile_config import SoftCap
 
 
 @dataclass(frozen=True)
-class Forward:
-    """`backends.steps.ForwardSteps` of queries.
+class TpuForwardSteps:
+    """Forward steps of queries: see `backends.steps`.
 
     q: [M, X, G, query tiles * block_q, D].
     """
@@ -46,28 +45,31 @@ class Forward:
     setup: Setup
     q: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> TpuBounds:
         """Finds the live tiles of query tiles."""
         return self.setup.prepare(k_start, k_end, owns_keys=False)
 
     def begin(self, partial: Partial) -> Carry:
         """Lays out a partial result as the kernel reads it."""
-        setup, cut = self.setup, self.setup.cut
+        setup = self.setup
+        cut = setup.cut
         out, lse = partial
-        lse = jnp.maximum(lse * LOG2_E - self.setup.offset, NOTHING)
+        # NOTHING for -inf: the kernel subtracts row maxima from each other.
+        lse = jnp.maximum(lse * LOG2_E - setup.offset, NOTHING)  # (B, H, T)
         return Carry(
             out=cut.orientation.swap(setup.tiling.split_heads(setup.pad_lanes(out))),
             lse=cut.packed(setup.tiling.split_rows(lse)),
         )
 
     def attend(
-        self, k: jax.Array, v: jax.Array, seen: Seen, carry: Carry | None
+        self, k: jax.Array, v: jax.Array, prepared: TpuBounds, carry: Carry | None
     ) -> Carry:
         """Runs the kernel."""
-        setup, cut = self.setup, self.setup.cut
-        operands = forward_kernel.Operands(
-            numbers=seen.numbers,
-            row_bounds=cut.packed(setup.row_bounds(seen)),
+        setup = self.setup
+        cut = setup.cut
+        operands = forward_kernel.ForwardOperands(
+            numbers=prepared.numbers,
+            row_bounds=cut.packed(setup.row_bounds(prepared)),
             q=self.q,  # [M, X, G, query tiles * block_q, D]
             k=setup.keys(k),  # [M, X, key tiles, block_k, D]
             v=setup.keys(v),  # [M, X, key tiles, block_k, D]
@@ -78,24 +80,26 @@ class Forward:
         is_in_order = heads % setup.chip.num_cores == 0
         tiles_of_head = "arbitrary" if is_in_order else "parallel"
         options = setup.options(tiles_of_head, 2, operands)
-        found = forward_kernel.forward_call(
+        out, lse = forward_kernel.forward_call(
             setup.config, operands, is_in_order, **options
         )
-        return Carry(*found)
+        return Carry(out, lse)
 
     def finish(self, carry: Carry) -> Partial:
         """Returns out (B, T, H, D) and lse (B, H, T)."""
-        setup, cut, tiling = self.setup, self.setup.cut, self.setup.tiling
+        setup = self.setup
+        cut, tiling = setup.cut, setup.tiling
         out = tiling.join_heads(cut.orientation.swap(carry.out))[..., : setup.depth]
-        rows = *carry.lse.shape[:3], cut.blocks.stacked_rows
-        lse = tiling.join_rows(carry.lse.reshape(rows))  # (B, H, T)
-        natural = (lse + self.setup.offset) / LOG2_E
+        # [M, X, query tiles, R]
+        lse = carry.lse.reshape(*carry.lse.shape[:3], cut.blocks.stacked_rows)
+        lse = tiling.join_rows(lse)  # (B, H, T)
+        natural = (lse + setup.offset) / LOG2_E  # (B, H, T)
         return out, jnp.where(lse <= NOTHING, -jnp.inf, natural)  # nan must show
 
 
 @dataclass(frozen=True)
-class Backward(PlainForm):
-    """`backends.steps.BackwardSteps` of queries.
+class TpuBackwardSteps(PlainForm):
+    """Backward steps of queries: see `backends.steps`.
 
     q, do: [M, X, G, query tiles * block_q, D]. lse_delta: lse in base 2, and delta,
       [M, X, query tiles, 2, R].
@@ -106,7 +110,7 @@ class Backward(PlainForm):
     do: jax.Array
     lse_delta: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> TpuBounds:
         """Finds the live tiles of key tiles."""
         return self.setup.prepare(k_start, k_end, owns_keys=True)
 
@@ -114,31 +118,35 @@ class Backward(PlainForm):
         self,
         k: jax.Array,
         v: jax.Array,
-        seen: Seen,
+        prepared: TpuBounds,
         dq: jax.Array,
         dkv: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Runs the kernel."""
-        setup, cut, tiling = self.setup, self.setup.cut, self.setup.tiling
-        operands = backward_kernel.Operands(
-            numbers=seen.numbers,
+        setup = self.setup
+        cut, tiling = setup.cut, setup.tiling
+        operands = backward_kernel.BackwardOperands(
+            numbers=prepared.numbers,
             k=setup.keys(k),  # [M, X, key tiles, block_k, D]
             v=setup.keys(v),  # [M, X, key tiles, block_k, D]
             q=self.q,
             do=self.do,
             lse_delta=self.lse_delta,
-            row_bounds=setup.row_bounds(seen),  # [M, query tiles, 2, R]
+            row_bounds=setup.row_bounds(prepared),  # [M, query tiles, 2, R]
             dq=cut.orientation.swap(tiling.split_heads(setup.pad_lanes(dq))),
         )
         options = setup.options("arbitrary", 5, operands)
-        gradients = backward_kernel.backward_call(
+        dq, dk, dv = backward_kernel.backward_call(
             setup.config, operands, cut.is_dq_resident, **options
         )
-        dq, dk, dv = (cut.orientation.swap(x) for x in gradients)
-        dk, dv = (cut.sum_heads(tiling.join_keys(x)) for x in (dk, dv))  # (B, S, K, D)
-        gradients = tiling.join_heads(dq), dk, dv  # dq (B, T, H, D)
-        dq, dk, dv = (x[..., : setup.depth] for x in gradients)
-        return dq, *added(dkv, (dk, dv))
+        dq = cut.orientation.swap(dq)  # [M, X, G, query tiles * block_q, D]
+        dk = cut.orientation.swap(dk)  # [M, X, key tiles * block_k, D]
+        dv = cut.orientation.swap(dv)  # [M, X, key tiles * block_k, D]
+        dk = cut.sum_heads(tiling.join_keys(dk))  # (B, S, K, D)
+        dv = cut.sum_heads(tiling.join_keys(dv))  # (B, S, K, D)
+        dq = tiling.join_heads(dq)[..., : setup.depth]  # (B, T, H, D), not padded
+        dkv_here = dk[..., : setup.depth], dv[..., : setup.depth]
+        return dq, *added(dkv, dkv_here)
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Launch(Kernels):
 
     def forward_steps(
         self, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
-    ) -> Forward:
+    ) -> TpuForwardSteps:
         """Cuts and lays out queries, (B, T, H, D).
 
         Raises:
@@ -166,22 +174,28 @@ class Launch(Kernels):
             range.
         """
         setup = self._setup(cut_forward, (q, k, visible.k_start), scores)
-        return Forward(setup, setup.queries(q))
+        return TpuForwardSteps(setup, setup.queries(q))
 
     def backward_steps(
         self, rows: Rows, k: jax.Array, visible: Visible, scores: Scores
-    ) -> Backward:
+    ) -> TpuBackwardSteps:
         """Cuts and lays out q, do, lse and delta; errors as of `forward_steps`."""
         q, do, lse, delta = rows
         setup = self._setup(cut_backward, (q, k, visible.k_start), scores)
         # Less the offset, P comes out times 2**offset. Of rows without keys it is 0.
         lse = jnp.where(lse == -jnp.inf, -NOTHING, lse * LOG2_E - setup.offset)
-        lse, delta = map(setup.tiling.split_rows, (lse, delta))  # [M, X, tiles, R]
-        operands = setup.queries(q), setup.queries(do), jnp.stack((lse, delta), 3)
-        return Backward(setup, *operands)
+        # Rows after the end get lse, delta, q and do of 0: they add nothing.
+        lse = setup.tiling.split_rows(lse)  # [M, X, query tiles, R]
+        delta = setup.tiling.split_rows(delta)  # [M, X, query tiles, R]
+        q = setup.queries(q)  # [M, X, G, query tiles * block_q, D]
+        do = setup.queries(do)  # [M, X, G, query tiles * block_q, D]
+        return TpuBackwardSteps(setup, q, do, jnp.stack((lse, delta), 3))
 
     def _setup(
-        self, choose: Callable, operands: tuple[jax.Array, ...], scores: Scores
+        self,
+        choose: Callable[..., Cut],
+        operands: tuple[jax.Array, jax.Array, Array],
+        scores: Scores,
     ) -> Setup:
         """Cuts a problem. choose: of the next two. operands: q, k and k_start."""
         q, k, _ = operands
@@ -197,10 +211,11 @@ class Launch(Kernels):
                 "pallas_tpu needs a TPU, or a mesh that describes one: name another "
                 "implementation, or none"
             ) from error
-        scale, cap = scores
-        cap = None if cap is None else SoftCap.of(cap, chip, q.dtype)
+        cap = None
+        if scores.soft_cap is not None:
+            cap = SoftCap.of(scores.soft_cap, chip, q.dtype)
         cut = choose(chip, q, k, self.blocks, is_capped=bool(cap))
-        return Setup.of(chip, cut, operands, (scale, cap), self.interpret)
+        return Setup.of(chip, cut, operands, (scores.scale, cap), self.interpret)
 
 
 def cut_forward(
@@ -224,12 +239,13 @@ def cut_backward(
     is_capped: bool = False,
 ) -> Cut:
     """Chooses the backward kernel's blocks, and whether dq of a head stays in VMEM."""
-    row, limit = row_of(q, chip), vmem_limit(chip)
+    row = row_of(q, chip)
+    limit = vmem_limit(chip)
 
-    def memory(cut: Cut) -> tuple[int, bool]:
+    def held(cut: Cut) -> backward_kernel.Held:
         query_tiles = -(-q.shape[1] // cut.sizes.block_q)
         return backward_kernel.held_bytes(cut.blocks, row, query_tiles, limit)
 
     table = TPU_BACKWARD_CAPPED if is_capped else TPU_BACKWARD
-    cut = choose_cut(table, chip, q, k, lambda cut: memory(cut)[0], blocks)
-    return cut._replace(is_dq_resident=memory(cut)[1])
+    cut = choose_cut(table, chip, q, k, lambda cut: held(cut).memory, blocks)
+    return cut._replace(is_dq_resident=held(cut).is_dq_resident)

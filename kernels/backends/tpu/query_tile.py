@@ -2,6 +2,10 @@
 
 Full tiles and a causal diagonal are attended to lazily, as straight-line code; other
 partial tiles, and those whose sums grow too large, exactly, sub-block by sub-block.
+
+Lazy tiles come one after the other, full ones from the last to the first, behind the
+diagonal if there is one. Each reads the version of l and acc that the one before wrote,
+so a tile's number alone says which version that is: see `_version_before`.
 """
 
 import functools
@@ -12,38 +16,29 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ...masks import Array
 from ..tile_ranges import TileRanges
 from .bounds import Diagonals, RowBounds, Strip, SubBlockBounds, for_each_sub_block
 from .dma import stacked_rows
 from .softmax import (
     NOTHING,
     SUM_LIMIT,
-    Course,
+    Carry,
+    InitialState,
+    LazyPlan,
+    LazyTile,
     SoftmaxState,
-    Start,
     exact_tile,
-    lazy_tile,
 )
 from .tile_config import TileConfig
 from .vector import LANES, reciprocal, strips
 
 IS_EXACT, VISITED = 0, 1
-"""Places in SMEM: whether a tile must be computed again, exactly; and the key tiles of
+"""Indices in SMEM: whether a tile must be computed again, exactly; and the key tiles of
 the chain of programs so far."""
 
 
-class Carry(NamedTuple):
-    """A partial result over other keys: rows that have attended to none have NOTHING.
-
-    out: float32 accumulators: as `Operands.q`, or its last two axes swapped.
-    lse: [M, X, query tiles, ...], base 2, `Orientation.packed`.
-    """
-
-    out: jax.Array
-    lse: jax.Array
-
-
-class QueryTile(NamedTuple):
+class ForwardQueryTile(NamedTuple):
     """A query tile in VMEM, and its softmax so far."""
 
     config: TileConfig
@@ -61,8 +56,9 @@ class QueryTile(NamedTuple):
     def begin(self) -> None:
         """Sets what the first tile reads; a diagonal one reads the carry itself."""
         self.counts[IS_EXACT] = 0
-        pl.when(~self._has_diagonal)(lambda: self._init(0))
-        full_begin, full_end = self.ranges.full_begin, self._lazy_end
+        pl.when(~self._has_diagonal)(lambda: self._set_initial(0))
+        full_begin = self.ranges.full_begin
+        full_end = self._lazy_end
         has_partial = (self.ranges.live_begin < full_begin) | (
             full_end < self.ranges.live_end
         )
@@ -70,8 +66,9 @@ class QueryTile(NamedTuple):
 
     def attend(self, j: jax.Array, k_ref: jax.Ref, v_ref: jax.Ref) -> None:
         """Adds key tile j to the softmax. k_ref, v_ref: [block_k, D]."""
-        ranges, kv_refs = self.ranges, (k_ref, v_ref)
-        src = self._version(j)
+        ranges = self.ranges
+        kv_refs = k_ref, v_ref
+        src = self._version_before(j)
         is_full = (ranges.full_begin <= j) & (j < ranges.full_end)
         is_diagonal = self._has_diagonal & (j == ranges.full_end)
         is_lazy = is_full | is_diagonal
@@ -81,7 +78,8 @@ class QueryTile(NamedTuple):
 
         @pl.when(~is_lazy | (self.counts[IS_EXACT] != 0))
         def _():
-            # Here, as a copy of this code for each kind of lazy tile is long.
+            # Here, as a copy of this code for each kind of lazy tile is long. Bounds
+            # are loaded only by `begin` and here, where the exact path reads them.
             pl.when(is_lazy)(self._load_bounds)
             self.counts[IS_EXACT] = 0
             # Partial tiles write the version that they read.
@@ -91,18 +89,21 @@ class QueryTile(NamedTuple):
     def finish(self, out_ref: jax.Ref, lse_ref: jax.Ref) -> None:
         """Writes out = acc / l and lse = m + log2(l)."""
         orientation = self.config.orientation
-        src = self._version(self.ranges.full_begin - 1)
+        # Partial tiles behind the last lazy one keep its version.
+        src = self._version_before(self.ranges.full_begin - 1)
+        # Stacked heads leave by way of acc: out has their rows apart, head by head.
         is_stacked = out_ref.shape[0] > 1
         normalised_ref = self.state.acc.at[src] if is_stacked else out_ref.at[0]
         for strip, rows in strips(self.q.shape[0]):
             state = self.state.at(src, rows, orientation)
+            # Sums are kept lane by lane, and added up only here.
             l = state.l[...].sum(axis=orientation.keys_axis, keepdims=True)
             has_keys = l != 0  # also where it is nan, which must show
             l = jnp.where(has_keys, l, 1.0)
             l = jnp.broadcast_to(l, state.m.shape)  # numbers of rows
             inverse = orientation.widen(
                 reciprocal(l), state.acc.shape[orientation.keys_axis]
-            )
+            )  # meets acc
             orientation.at(normalised_ref, rows)[...] = state.acc[...] * inverse
             lse = jnp.where(has_keys, state.m[...] + jnp.log2(l), NOTHING)
             lse_ref[orientation.strip(strip)] = orientation.pack(lse)  # [1, 128]
@@ -116,66 +117,47 @@ class QueryTile(NamedTuple):
         return self.diagonals.hold(self.first_end)
 
     @property
-    def _lazy_end(self) -> jax.Array:
+    def _lazy_end(self) -> Array:
         """End of the tiles that are attended to lazily: full ones, then a diagonal."""
         return self.ranges.full_end + self._has_diagonal.astype(jnp.int32)
 
-    def _version(self, j: jax.Array) -> jax.Array:
-        """Returns the version of l, acc that key tile j reads; lazy tiles flip it."""
-        begin, end = self.ranges.full_begin, self._lazy_end
+    def _version_before(self, j: Array) -> Array:
+        """Returns the version of l and acc, 0 or 1, that key tile j reads.
+
+        It is the number of lazy tiles before j, modulo 2: each writes the version that
+        it does not read. Tiles come from the last to the first.
+        """
+        begin = self.ranges.full_begin
+        end = self._lazy_end
         return jnp.clip(end - 1 - j, 0, end - begin) & 1
 
-    def _init(self, version: int | jax.Array) -> None:
-        """Sets m, l and acc: to nothing, or to a carry, as of one key with P = 1."""
+    def _set_initial(self, version: int | jax.Array) -> None:
+        """Sets m, and l and acc of a version, to those of the carry, or of no keys."""
         state = self.state
         if not self.carry:
             state.m[...] = jnp.full_like(state.m, NOTHING)
             state.l[version] = jnp.zeros(state.l.shape[1:], jnp.float32)
             state.acc[version] = jnp.zeros(state.acc.shape[1:], jnp.float32)
             return
-        self._init_max()
-        carried = self._carried()
+        self._set_max_of_carry()
+        initial = self._initial_state()
         for _, rows in strips(self.q.shape[0]):
-            some = state.at(version, rows, self.config.orientation)
-            some.l[...], some.acc[...] = carried.l(rows), carried.acc(rows)
+            initial.store(rows, state.at(version, rows, self.config.orientation))
 
-    def _init_max(self) -> None:
-        """Sets m to that of the carry."""
+    def _set_max_of_carry(self) -> None:
+        """Sets m to lse of the carry."""
         orientation = self.config.orientation
         for strip, rows in strips(self.q.shape[0]):
-            m = orientation.unpack(self.carry.lse[orientation.strip(strip)])
-            orientation.at(self.state.m, rows)[...] = m
+            lse = orientation.unpack(self.carry.lse[orientation.strip(strip)])
+            orientation.at(self.state.m, rows)[...] = lse
 
-    def _carried(self) -> Start:
-        """Returns l and acc of the carry, as of one key with P = 1; m must be set."""
-        orientation, block_q = self.config.orientation, self.diagonals.block_q
-
-        def sums(rows: pl.Slice) -> jax.Array:
-            m = orientation.at(self.state.m, rows)[...]
-            one = jnp.where(m > NOTHING, 1 / orientation.sum_width, 0.0)
-            shape = orientation.ordered(rows.size, orientation.sum_width)
-            return jnp.broadcast_to(one, shape)  # adds up to 1
-
-        def acc(rows: pl.Slice) -> jax.Array:
-            size = min(block_q, rows.size)
-            heads = [
-                orientation.at(
-                    self.carry.out.at[first // block_q], pl.ds(first % block_q, size)
-                )[...]
-                for first in range(rows.start, rows.start + rows.size, size)
-            ]
-            return jnp.concatenate(heads, orientation.axis)  # [rows, D], or swapped
-
-        return Start(sums, acc, has_max=True)
-
-    def _nothing(self) -> Start:
-        """Returns l and acc before any keys; m is not set."""
+    def _initial_state(self) -> InitialState:
+        """Returns what precedes all key tiles; m must be set to lse of a carry."""
         orientation = self.config.orientation
-
-        def zeros(x_ref: jax.Ref) -> Callable[[pl.Slice], jax.Array]:
-            return lambda rows: jnp.zeros_like(orientation.at(x_ref.at[0], rows))
-
-        return Start(zeros(self.state.l), zeros(self.state.acc), has_max=False)
+        if not self.carry:
+            return InitialState.empty(self.state, orientation)
+        block_q = self.diagonals.block_q
+        return InitialState.from_carry(self.carry, self.state.m, block_q, orientation)
 
     def _load_bounds(self) -> None:
         self.bounds.load(self.packed_bounds, self.config.orientation)
@@ -183,23 +165,23 @@ class QueryTile(NamedTuple):
     def _attend_full(
         self, j: jax.Array, src: jax.Array, kv_refs: tuple[jax.Ref, jax.Ref]
     ) -> None:
+        k_ref, v_ref = kv_refs
         if not self.carry:  # with one, nearly all rows have an m already
             is_first = j == self.ranges.live_end - 1
-            pl.when(is_first)(lambda: self._look_for_max(src, kv_refs[0]))
+            pl.when(is_first)(lambda: self._look_for_max(src, k_ref))
         blocks = self.config.blocks
-        columns = tuple(range(0, kv_refs[0].shape[0], blocks.columns))
-        every = [
-            Strip(pl.ds(r, blocks.rows), columns, blocks.columns)
-            for r in range(0, self.q.shape[0], blocks.rows)
-        ]
-        course = Course(every, (blocks.ahead, blocks.behind))
-        max_l = lazy_tile(self.q, kv_refs, self.state, src, course, self.config)
+        columns = tuple(range(0, k_ref.shape[0], blocks.columns))
+        rows = range(0, self.q.shape[0], blocks.rows)
+        every = [Strip(pl.ds(r, blocks.rows), columns, blocks.columns) for r in rows]
+        plan = LazyPlan(every, blocks.ahead, blocks.behind)
+        tile = LazyTile(self.q, k_ref, v_ref, self.state, src, plan, self.config)
 
+        # The exact path updates version 1 - src in place, from the state before.
         def restore() -> None:
-            for x in self.state.l, self.state.acc:
-                x[1 - src] = x[src]
+            self.state.l[1 - src] = self.state.l[src]
+            self.state.acc[1 - src] = self.state.acc[src]
 
-        self._check(max_l, restore)
+        self._check(tile.attend(), restore)
 
     def _attend_diagonal(
         self,
@@ -209,22 +191,26 @@ class QueryTile(NamedTuple):
         end: jax.Array,
     ) -> None:
         """Attends to a diagonal tile, the first one. base, end: see `Diagonals`."""
-        blocks, axis = self.config.blocks, self.config.orientation.axis
+        blocks = self.config.blocks
+        axis = self.config.orientation.axis
 
         def mask(s: jax.Array, rows: pl.Slice, first_key: int) -> jax.Array:
             end_here = end - first_key
             return self.diagonals.mask(s, end_here, rows.start, axis, -jnp.inf)
 
         if self.carry:
-            self._init_max()
-        course = Course(
-            self.diagonals.strips(blocks, base),
-            (blocks.diagonal_ahead, blocks.diagonal_behind),
-            mask,
-            self._carried() if self.carry else self._nothing(),
+            self._set_max_of_carry()
+        plan = LazyPlan(
+            strips=self.diagonals.strips(blocks, base),
+            ahead=blocks.diagonal_ahead,
+            behind=blocks.diagonal_behind,
+            mask=mask,
+            # `begin` has written no version: the carry is read where it lies.
+            initial=self._initial_state(),
         )
-        max_l = lazy_tile(self.q, kv_refs, self.state, src, course, self.config)
-        self._check(max_l, lambda: self._init(1 - src))
+        k_ref, v_ref = kv_refs
+        tile = LazyTile(self.q, k_ref, v_ref, self.state, src, plan, self.config)
+        self._check(tile.attend(), lambda: self._set_initial(1 - src))
 
     def _check(self, max_l: jax.Array, restore: Callable[[], None]) -> None:
         """Prepares for exact computation where sums are too large."""
@@ -241,8 +227,9 @@ class QueryTile(NamedTuple):
 
         def step(_: jax.Array, rows: pl.Slice) -> None:
             q = self.q[rows, :]  # [exact_rows, D]
+            # A few keys will do: m need not be the maximum, only near enough to it.
             k = k_ref[pl.ds(0, LANES), :]  # [128, D]
-            s = self.config.scores(*orientation.ordered(q, k))
+            s = self.config.scores(q, k)  # [exact_rows, 128], or swapped
             self.state.at(src, rows, orientation).update_max([s], orientation)
 
         for_each_sub_block(self.config.blocks, step)
@@ -251,28 +238,45 @@ class QueryTile(NamedTuple):
         self, j: jax.Array, version: jax.Array, kv_refs: tuple[jax.Ref, jax.Ref]
     ) -> None:
         """Attends to the visible keys of a tile, in place."""
-        tile_key, orientation = j * kv_refs[0].shape[0], self.config.orientation
-
-        def attend(rows: pl.Slice, begin: jax.Array) -> Callable[[int], None]:
-            first_key = tile_key + begin
-
-            def mask(s: jax.Array, c: int) -> jax.Array:
-                return self.bounds.mask(rows, first_key + c, s, orientation)
-
-            def attend_to(width: int) -> None:
-                k, v = (x.at[pl.ds(begin, width), :] for x in kv_refs)  # [width, D]
-                state = self.state.at(version, rows, orientation)
-                q = self.q[rows, :]  # [exact_rows, D]
-                exact_tile(q, k, v, state, mask, self.config)
-
-            return attend_to
-
+        tile_key = j * kv_refs[0].shape[0]
+        attend = functools.partial(
+            self._exact_sub_block, version=version, kv_refs=kv_refs, tile_key=tile_key
+        )
         self.sub_blocks.for_each(self.config.blocks, tile_key, attend)
+
+    def _exact_sub_block(
+        self,
+        rows: pl.Slice,
+        begin: jax.Array,
+        *,
+        version: jax.Array,
+        kv_refs: tuple[jax.Ref, jax.Ref],
+        tile_key: jax.Array,
+    ) -> Callable[[int], None]:
+        """Returns what attends to keys [begin, begin + width), called with width."""
+        k_ref, v_ref = kv_refs
+        orientation = self.config.orientation
+        mask = functools.partial(
+            self.bounds.mask,
+            rows=rows,
+            first_key=tile_key + begin,
+            orientation=orientation,
+        )
+
+        def attend(width: int) -> None:
+            keys = pl.ds(begin, width)
+            state = self.state.at(version, rows, orientation)
+            q = self.q[rows, :]  # [exact_rows, D]
+            k = k_ref.at[keys, :]  # [width, D]
+            v = v_ref.at[keys, :]  # [width, D]
+            exact_tile(q, k, v, state, mask, self.config)
+
+        return attend
 
 
 def stack_heads(x_ref: jax.Ref, buffer_ref: jax.Ref | tuple[()]) -> jax.Ref:
     """Returns [G, block_q, D] as [R, D]: itself where G is 1, else in the buffer."""
-    if x_ref.shape[0] == 1:
+    if isinstance(buffer_ref, tuple):  # nothing is stacked
         return x_ref.at[0]
     for head, rows in enumerate(stacked_rows(x_ref.shape[0], buffer_ref.shape[0])):
         buffer_ref[rows, :] = x_ref[head]  # [block_q, D]

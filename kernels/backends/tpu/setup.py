@@ -1,6 +1,6 @@
 """What all launches of a kernel on the same queries share: chip, tiles, and numbers."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...masks import Array
 from ...precision import LOG2_E
 from ..tile_layout import Tiling
 from ..tile_ranges import key_ranges, query_ranges
@@ -17,7 +18,7 @@ from .tile_config import SoftCap, TileConfig
 from .vector import buffer_bytes
 
 
-class Seen(NamedTuple):
+class TpuBounds(NamedTuple):
     """What the kernels read of the bounds of a step.
 
     numbers: `TileNumbers`, packed. bounds: k_start and k_end of a head's rows, [M,
@@ -49,7 +50,7 @@ class Setup(NamedTuple):
         cls,
         chip: pltpu.TpuInfo,
         cut: Cut,
-        operands: tuple[jax.Array, jax.Array, jax.Array],
+        operands: tuple[jax.Array, jax.Array, Array],
         scores: tuple[float, SoftCap | None],
         interpret: bool | pltpu.InterpretParams,
     ) -> "Setup":
@@ -60,8 +61,8 @@ class Setup(NamedTuple):
         precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
         config = TileConfig(cut.blocks, scale * LOG2_E, precision, cap, cut.orientation)
         tiling = cut.tiling(q, jax.eval_shape(cut.repeat_heads, k), k_start)
-        row, depth = row_of(q, chip), q.shape[-1]
-        return cls(chip, cut, tiling, config, row, depth, interpret)
+        row = row_of(q, chip)
+        return cls(chip, cut, tiling, config, row, q.shape[-1], interpret)
 
     @property
     def offset(self) -> float:
@@ -70,8 +71,8 @@ class Setup(NamedTuple):
 
     def pad_lanes(self, x: jax.Array) -> jax.Array:
         """Pads heads of any numbers to D."""
-        more = self.row.shape[0] - x.shape[-1]
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+        padding = self.row.shape[0] - x.shape[-1]
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
 
     def queries(self, x: jax.Array) -> jax.Array:
         """Lays out (B, T, H, D) as [M, X, G, query tiles * block_q, D]."""
@@ -82,27 +83,34 @@ class Setup(NamedTuple):
         x = self.cut.repeat_heads(x.astype(self.row.dtype))
         return self.tiling.split_keys(self.pad_lanes(x))
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array, owns_keys: bool) -> Seen:
+    def prepare(
+        self, k_start: jax.Array, k_end: jax.Array, owns_keys: bool
+    ) -> TpuBounds:
         """Finds what a kernel reads of bounds (M, T), if the chip has room for it.
 
         owns_keys: whether its programs own key tiles and loop over query tiles.
         """
-        k_start, k_end = self._pad_rows(k_start), self._pad_rows(k_end)
-        tiling, split = self.tiling, self.tiling.split_bounds
-        blocks = tiling.block_q, tiling.block_k
+        tiling = self.tiling
+        block_q, block_k = tiling.block_q, tiling.block_k
+        k_start = self._pad_rows(k_start)
+        k_end = self._pad_rows(k_end)
         if owns_keys:
-            ranges = query_ranges(k_start, k_end, *blocks, tiling.keys)
+            ranges = query_ranges(k_start, k_end, block_q, block_k, tiling.keys)
         else:
-            ranges = key_ranges(k_start, k_end, *blocks)
+            ranges = key_ranges(k_start, k_end, block_q, block_k)
+        first_ends = self._first_ends(k_start, k_end)
+        # Granules of keys outside of [min_k_start, max_k_end) are skipped in a partial
+        # tile: no row of the sub-block sees them. [M, query tiles, sub-blocks, rows]
         rows = tiling.bound_rows, tiling.query_tiles, -1, self.cut.blocks.exact_rows
         numbers = TileNumbers(
             ranges=ranges,
-            first_ends=self._first_ends(k_start, k_end),
-            min_k_start=split(k_start).reshape(rows).min(axis=-1),
-            max_k_end=split(k_end).reshape(rows).max(axis=-1),
+            first_ends=first_ends,
+            min_k_start=tiling.split_bounds(k_start).reshape(rows).min(axis=-1),
+            max_k_end=tiling.split_bounds(k_end).reshape(rows).max(axis=-1),
         )
         packed = jnp.concatenate([x.ravel() for x in jax.tree.leaves(numbers)])
-        needed, limit = buffer_bytes(packed), self._smem_bytes
+        needed = buffer_bytes(packed)
+        limit = self._smem_bytes
         if needed > limit:
             raise NotImplementedError(
                 f"the bounds of all tiles take {needed / 2**10:.1f} KiB, more than the "
@@ -110,13 +118,13 @@ class Setup(NamedTuple):
                 f"{self.chip.chip_version}: shard the sequence, or a batch of rows "
                 "with bounds of their own, over more devices"
             )
-        bounds = jnp.stack([k_start, k_end], 1)
-        tiles = *bounds.shape[:2], tiling.query_tiles, tiling.block_q
-        return Seen(packed, bounds.reshape(tiles).swapaxes(1, 2))
+        bounds = jnp.stack([k_start, k_end], 1)  # [M, 2, query tiles * block_q]
+        bounds = bounds.reshape(tiling.bound_rows, 2, tiling.query_tiles, block_q)
+        return TpuBounds(packed, bounds.swapaxes(1, 2))
 
-    def row_bounds(self, seen: Seen) -> jax.Array:
+    def row_bounds(self, prepared: TpuBounds) -> jax.Array:
         """Returns k_start and k_end of all stacked rows: [M, query tiles, 2, R]."""
-        return jnp.concatenate([seen.bounds] * self.tiling.group, axis=-1)
+        return jnp.concatenate([prepared.bounds] * self.tiling.group, axis=-1)
 
     def _pad_rows(self, bound: jax.Array) -> jax.Array:
         """Repeats the last row's bound after the end: (M, T) -> [M, query tiles' rows].
@@ -124,23 +132,26 @@ class Setup(NamedTuple):
         Bounds are kept within the keys: the compiled kernels do not check their copies.
         """
         tiling = self.tiling
-        more = tiling.query_tiles * tiling.block_q - bound.shape[1]
-        bound = jnp.clip(bound, 0, tiling.keys)
-        return jnp.pad(bound, ((0, 0), (0, more)), mode="edge")
+        padding = tiling.query_tiles * tiling.block_q - bound.shape[1]
+        bound = jnp.clip(bound, 0, tiling.keys)  # (M, T)
+        return jnp.pad(bound, ((0, 0), (0, padding)), mode="edge")
 
-    def _first_ends(self, k_start: jax.Array, k_end: jax.Array) -> Any:
+    def _first_ends(self, k_start: jax.Array, k_end: jax.Array) -> Array | None:
         """Returns `Diagonals.first_ends` of all query tiles, [M, query tiles].
 
         None where SMEM may not hold them beside the other numbers.
         """
-        tiling, blocks = self.tiling, self.cut.blocks
+        tiling = self.tiling
+        blocks = self.cut.blocks
+        # An upper bound: ranges are of query tiles (forward) or key tiles (backward).
         tiles = tiling.bound_rows * max(tiling.query_tiles, tiling.key_tiles)
         numbers = 5 + 2 * blocks.stacked_rows // blocks.exact_rows
         if 4 * numbers * tiles > self._smem_bytes:
             return None
         ranges = key_ranges(k_start, k_end, tiling.block_q, tiling.block_k)
         shape = tiling.bound_rows, tiling.query_tiles, tiling.block_q
-        diagonals = Diagonals.of(blocks, tiling.block_q, has_all=True)
+        # Also for the backward, which has no code for all of them: `hold` says which.
+        diagonals = Diagonals.of(blocks, tiling.block_q, with_staircases=True)
         return diagonals.first_ends(
             ranges, k_start.reshape(shape), k_end.reshape(shape)
         )
@@ -150,20 +161,27 @@ class Setup(NamedTuple):
         """Bytes of SMEM for numbers of tiles: counts and the compiler take 2 KiB."""
         return self.chip.smem_capacity_bytes - 2**11
 
-    def options(self, tiles: str, matmuls: int, operands: NamedTuple) -> dict[str, Any]:
+    def options(
+        self,
+        tiles: Literal["parallel", "arbitrary"],
+        matmuls: int,
+        operands: NamedTuple,
+    ) -> dict[str, Any]:
         """Returns the options of a `pl.pallas_call` with a grid of (batch, head, tile).
 
         tiles: "parallel", or "arbitrary" if those of a head must run in order on one
           core. matmuls: of a tile. operands: each is read once.
         """
         tiling = self.tiling
-        # All queries with all keys, the most of any mask.
+        # All queries with all keys, the most of any mask. XLA hides a ring's transfers
+        # behind a kernel by this estimate.
         scores = tiling.batch * tiling.kv_heads * tiling.group
         scores *= tiling.length * tiling.keys
         return {
             "compiler_params": pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", tiles),
                 vmem_limit_bytes=vmem_limit(self.chip),
+                # Ten bundles for each copy. `_pad_rows` keeps copies within the keys.
                 disable_bounds_checks=True,
                 flags={
                     "XLA_TPU_FORCE_LP_LLO_SCHEDULER": self.cut.blocks.has_lp_scheduler

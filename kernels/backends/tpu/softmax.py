@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,20 @@ not overflow before their sum shows it.
 """
 
 
+class Carry(NamedTuple):
+    """A partial result over other keys, of the ring steps before.
+
+    It acts as one more key, with score lse and value out, that every row has attended
+    to. Rows that have attended to no key yet have lse NOTHING and out 0.
+
+    out: float32 accumulators: as `ForwardOperands.q`, or its last two axes swapped.
+    lse: [M, X, query tiles, ...], base 2, `Orientation.packed`.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+
+
 class SoftmaxState(NamedTuple):
     """Online softmax of a query tile, in VMEM: see `Orientation` for shapes.
 
@@ -43,7 +57,8 @@ class SoftmaxState(NamedTuple):
     l: 2 x [R, 128] or [8, R], sums of the exponentials, not reduced.
     acc: 2 x [R, D] or [D, R], accumulators of P V.
 
-    A full tile reads one version of l and acc and writes the other.
+    l and acc have two versions. A full or diagonal tile reads one and writes the other,
+    so what was before it is there if the tile must be computed again.
     """
 
     m: jax.Ref
@@ -53,19 +68,17 @@ class SoftmaxState(NamedTuple):
     @classmethod
     def shapes(cls, rows: int, depth: int, orientation: Orientation) -> "SoftmaxState":
         """Returns the memory to allocate. rows: R. depth: D."""
-
-        def memory(width: int, *versions: int) -> Any:
-            shape = orientation.ordered(rows, width)
-            return pltpu.VMEM((*versions, *shape), jnp.float32)
-
+        m = orientation.ordered(rows, orientation.number_width)
+        l = orientation.ordered(rows, orientation.sum_width)
+        acc = orientation.ordered(rows, depth)
         return cls(
-            m=memory(orientation.number_width),
-            l=memory(orientation.sum_width, 2),
-            acc=memory(depth, 2),
+            m=pltpu.VMEM(m, jnp.float32),
+            l=pltpu.VMEM((2, *l), jnp.float32),
+            acc=pltpu.VMEM((2, *acc), jnp.float32),
         )
 
     def at(
-        self, version: jax.Array, rows: pl.Slice, orientation: Orientation
+        self, version: int | jax.Array, rows: pl.Slice, orientation: Orientation
     ) -> "SoftmaxState":
         """Returns some rows of one version."""
         return SoftmaxState(
@@ -76,6 +89,8 @@ class SoftmaxState(NamedTuple):
 
     def update_max(self, s: list[jax.Array], orientation: Orientation) -> None:
         """Raises m to the maxima of s, scores of these rows, and rescales l and acc."""
+        # Where no key came before, l and acc are 0 and any finite alpha will do: hence
+        # a finite NOTHING.
         m_prev = self.m[...]  # numbers of rows, as m and alpha
         m = jnp.maximum(m_prev, row_maxima(s, orientation))
         alpha = jnp.exp2(m_prev - m)
@@ -85,9 +100,10 @@ class SoftmaxState(NamedTuple):
         self.acc[...] *= orientation.widen(alpha, width)
 
 
-class Start(NamedTuple):
-    """What the softmax of some rows starts from: rows -> their l, acc so far.
+class InitialState(NamedTuple):
+    """What the softmax of a tile starts from.
 
+    l, acc: rows -> l [rows, 128] or [8, rows], acc [rows, D] or [D, rows].
     has_max: whether m is set; else it becomes the maximum of the masked sub-tiles.
     """
 
@@ -95,30 +111,84 @@ class Start(NamedTuple):
     acc: Callable[[pl.Slice], jax.Array]
     has_max: bool
 
+    @classmethod
+    def from_version(
+        cls, state: SoftmaxState, version: jax.Array, orientation: Orientation
+    ) -> "InitialState":
+        """Goes on from a version of the state."""
 
-class Course(NamedTuple):
-    """How `lazy_tile` goes through a tile.
+        def sums(rows: pl.Slice) -> jax.Array:
+            return orientation.at(state.l.at[version], rows)[...]
 
-    pipeline: sub-tiles ahead and behind.
+        def accumulators(rows: pl.Slice) -> jax.Array:
+            return orientation.at(state.acc.at[version], rows)[...]
+
+        return cls(sums, accumulators, has_max=True)
+
+    @classmethod
+    def empty(cls, state: SoftmaxState, orientation: Orientation) -> "InitialState":
+        """Starts before any key; m is not set."""
+
+        def sums(rows: pl.Slice) -> jax.Array:
+            return jnp.zeros_like(orientation.at(state.l.at[0], rows))
+
+        def accumulators(rows: pl.Slice) -> jax.Array:
+            return jnp.zeros_like(orientation.at(state.acc.at[0], rows))
+
+        return cls(sums, accumulators, has_max=False)
+
+    @classmethod
+    def from_carry(
+        cls, carry: Carry, m_ref: jax.Ref, block_q: int, orientation: Orientation
+    ) -> "InitialState":
+        """Starts from one more key of score lse and value out: l = 1, acc = out.
+
+        carry: of the query tile, in VMEM. m_ref: [R, 128] or [1, R], already lse.
+        """
+
+        def sums(rows: pl.Slice) -> jax.Array:
+            m = orientation.at(m_ref, rows)[...]  # numbers of rows
+            # Each lane holds a part of the sum: together 1, or 0 of rows without a key.
+            part = jnp.where(m > NOTHING, 1 / orientation.sum_width, 0.0)
+            shape = orientation.ordered(rows.size, orientation.sum_width)
+            return jnp.broadcast_to(part, shape)
+
+        def accumulators(rows: pl.Slice) -> jax.Array:
+            # Stacked rows may belong to several heads, which the carry holds apart.
+            size = min(block_q, rows.size)
+            heads = []
+            for first in range(rows.start, rows.start + rows.size, size):
+                head = carry.out.at[first // block_q]  # [block_q, D], or swapped
+                heads.append(orientation.at(head, pl.ds(first % block_q, size))[...])
+            return jnp.concatenate(heads, orientation.axis)  # [rows, D], or swapped
+
+        return cls(sums, accumulators, has_max=True)
+
+    def store(self, rows: pl.Slice, state: SoftmaxState) -> None:
+        """Sets l and acc of some rows. state: of these rows."""
+        l = self.l(rows)  # [rows, 128], or [8, rows]
+        acc = self.acc(rows)  # [rows, D], or swapped
+        state.l[...] = l
+        state.acc[...] = acc
+
+
+class LazyPlan(NamedTuple):
+    """How a `LazyTile` goes through a tile.
+
+    ahead, behind: sub-tiles, see `TpuBlocks`.
     mask: (scores, rows, first key) -> scores, -inf where masked.
-    start: instead of the version of the state that is read.
+    initial: instead of the version of the state that is read.
     """
 
     strips: list[Strip]
-    pipeline: tuple[int, int]
+    ahead: int
+    behind: int
     mask: Callable[[jax.Array, pl.Slice, int], jax.Array] | None = None
-    start: Start | None = None
+    initial: InitialState | None = None
 
 
-def lazy_tile(
-    q_ref: jax.Ref,  # [R, D]
-    kv_refs: tuple[jax.Ref, jax.Ref],  # [block_k, D] each
-    state: SoftmaxState,
-    src: jax.Array,
-    course: Course,
-    config: TileConfig,
-) -> jax.Array:
-    """Attends to a tile without updating m.
+class LazyTile(NamedTuple):
+    """A key tile that a query tile attends to without updating m.
 
     Its sub-tiles n of [rows, cols] ([cols, rows] where rows lie along the lanes) are
     software-pipelined so that the MXU does not wait for the VPU:
@@ -127,79 +197,104 @@ def lazy_tile(
         VPU                   P(n) = exp2(S(n) - m), l += P(n)
 
     src: version of l and acc to read; 1 - src is written.
-
-    Returns:
-      The largest l of any row and lane. If it is above SUM_LIMIT, version 1 - src is
-      void, and the caller runs `exact_tile` instead.
     """
-    k_ref, v_ref = kv_refs
-    orientation = config.orientation
-    ahead, behind = course.pipeline
-    subtiles = [(strip, c) for strip in course.strips for c in strip.columns]
-    read = course.start or Start(
-        lambda rows: orientation.at(state.l.at[src], rows)[...],
-        lambda rows: orientation.at(state.acc.at[src], rows)[...],
-        has_max=True,
-    )
 
-    def qk(n: int) -> jax.Array:
-        strip, c = subtiles[n]
-        q = q_ref[strip.rows, :]  # [rows, D]
-        k = k_ref[pl.ds(c, strip.width), :]  # [cols, D]
-        s = config.scores(*orientation.ordered(q, k))  # [rows, cols], or swapped
-        is_masked = c in strip.columns[: strip.masked]
-        return course.mask(s, strip.rows, c) if is_masked else s
+    q: jax.Ref  # [R, D]
+    k: jax.Ref  # [block_k, D]
+    v: jax.Ref  # [block_k, D]
+    state: SoftmaxState
+    src: jax.Array
+    plan: LazyPlan
+    config: TileConfig
 
-    def pv(n: int, p: jax.Array, acc: jax.Array | None) -> jax.Array:
-        (rows, columns, width, _), c = subtiles[n]
-        if c == columns[0]:
-            acc = read.acc(rows)
-        v = v_ref[pl.ds(c, width), :]  # [cols, D]
-        acc = acc + config.product(p, v, (orientation.keys_axis, 0))
-        if c == columns[-1]:
-            orientation.at(state.acc.at[1 - src], rows)[...] = acc
-        return acc  # [rows, D], or swapped
+    @property
+    def initial(self) -> InitialState:
+        """What l and acc of rows start from, before this tile."""
+        return self.plan.initial or InitialState.from_version(
+            self.state, self.src, self.config.orientation
+        )
 
-    s_queue = deque()  # S(n) ... S(n + ahead)
-    p_queue = deque()  # P(n - behind) ... P(n)
-    coming = iter(range(len(subtiles)))  # of which S is to be issued
-    l = acc = None
-    max_l = jnp.zeros((SUBLANES, LANES), jnp.float32)  # [8, 128]
-    for rows in [strip.rows for strip in course.strips if not strip.columns]:
-        after = state.at(1 - src, rows, orientation)
-        after.l[...], after.acc[...] = read.l(rows), read.acc(rows)
-    for n, ((rows, columns, width, masked), c) in enumerate(subtiles):
-        is_first = c == columns[0]
-        needed = max(1 + ahead, masked if is_first else 0) - len(s_queue)
-        s_queue.extend(map(qk, itertools.islice(coming, needed)))
-        m_ref = orientation.at(state.m, rows)
-        if is_first and not read.has_max:
-            s = list(s_queue)[:masked]
-            m_ref[...] = jnp.broadcast_to(row_maxima(s, orientation), m_ref.shape)
-        m = orientation.widen(m_ref[...], width)  # meets S
-        p = jnp.exp2(s_queue.popleft() - m)  # [rows, cols], or swapped
-        if is_first:
-            l = read.l(rows)
-        l = l + fold(jnp.add, p, orientation.keys_axis)  # [rows, 128], or [8, rows]
-        p_queue.append((n, p.astype(v_ref.dtype)))
-        if len(p_queue) > behind:
-            acc = pv(*p_queue.popleft(), acc)
-        if c == columns[-1]:
-            orientation.at(state.l.at[1 - src], rows)[...] = l
-            folded = fold(jnp.maximum, l, orientation.axis)  # [8, 128]
-            max_l = jnp.maximum(max_l, folded)
-    while p_queue:
-        acc = pv(*p_queue.popleft(), acc)
-    return jnp.max(max_l)
+    def attend(self) -> jax.Array:
+        """Writes version 1 - src of l and acc.
+
+        Returns:
+          The largest l of any row and lane. If it is above SUM_LIMIT, version 1 - src
+          is void, and the caller runs `exact_tile` instead.
+        """
+        state, plan = self.state, self.plan
+        orientation = self.config.orientation
+        initial = self.initial
+        s_queue = deque()  # S(n) ... S(n + ahead)
+        p_queue = deque()  # P(n - behind) ... P(n), each with its strip and column
+        subtiles = [(strip, c) for strip in plan.strips for c in strip.columns]
+        unissued = iter(subtiles)  # whose S is to be issued
+        l = None
+        acc = None
+        max_l = jnp.zeros((SUBLANES, LANES), jnp.float32)  # [8, 128]
+        for strip in plan.strips:
+            if not strip.columns:
+                # These rows see nothing here, but version 1 - src is what goes on.
+                after = state.at(1 - self.src, strip.rows, orientation)
+                initial.store(strip.rows, after)
+        for strip, c in subtiles:
+            is_first = c == strip.columns[0]
+            # All masked sub-tiles of a strip are issued first: m is their maximum.
+            needed = max(1 + plan.ahead, strip.masked if is_first else 0)
+            for issued in itertools.islice(unissued, needed - len(s_queue)):
+                s_queue.append(self._scores(*issued))
+            m_ref = orientation.at(state.m, strip.rows)
+            if is_first and not initial.has_max:
+                maxima = row_maxima(list(s_queue)[: strip.masked], orientation)
+                m_ref[...] = jnp.broadcast_to(maxima, m_ref.shape)
+            m = orientation.widen(m_ref[...], strip.width)  # meets S
+            p = jnp.exp2(s_queue.popleft() - m)  # [rows, cols], or swapped
+            if is_first:
+                l = initial.l(strip.rows)  # [rows, 128], or [8, rows]
+            # Lane by lane: a sum over lanes would hold up the next matmul.
+            l = l + fold(jnp.add, p, orientation.keys_axis)
+            p_queue.append((strip, c, p.astype(self.v.dtype)))
+            if len(p_queue) > plan.behind:
+                acc = self._add_values(*p_queue.popleft(), acc)
+            if c == strip.columns[-1]:
+                orientation.at(state.l.at[1 - self.src], strip.rows)[...] = l
+                folded = fold(jnp.maximum, l, orientation.axis)  # [8, 128]
+                max_l = jnp.maximum(max_l, folded)
+        while p_queue:
+            acc = self._add_values(*p_queue.popleft(), acc)
+        return jnp.max(max_l)
+
+    def _scores(self, strip: Strip, column: int) -> jax.Array:
+        """Returns scores of a sub-tile, [rows, cols] or swapped."""
+        q = self.q[strip.rows, :]  # [rows, D]
+        k = self.k[pl.ds(column, strip.width), :]  # [cols, D]
+        s = self.config.scores(q, k)
+        if self.plan.mask and column in strip.columns[: strip.masked]:
+            s = self.plan.mask(s, strip.rows, column)
+        return s
+
+    def _add_values(
+        self, strip: Strip, column: int, p: jax.Array, acc: jax.Array | None
+    ) -> jax.Array:
+        """Returns acc + P V, [rows, D] or swapped, and stores it after a strip's last.
+
+        acc: of the strip so far; not read before its first sub-tile.
+        """
+        orientation = self.config.orientation
+        if column == strip.columns[0]:
+            acc = self.initial.acc(strip.rows)
+        v = self.v[pl.ds(column, strip.width), :]  # [cols, D]
+        acc = acc + self.config.product(p, v, (orientation.keys_axis, 0))
+        if column == strip.columns[-1]:
+            orientation.at(self.state.acc.at[1 - self.src], strip.rows)[...] = acc
+        return acc
 
 
 def row_maxima(s: list[jax.Array], orientation: Orientation) -> jax.Array:
     """Returns maxima of the rows of s, at least NOTHING: [rows, 1] or [1, rows]."""
     axis = orientation.keys_axis
-    folded = functools.reduce(
-        jnp.maximum, [fold(jnp.maximum, part, axis) for part in s]
-    )  # as l
-    return jnp.maximum(folded.max(axis=axis, keepdims=True), NOTHING)
+    folded = [fold(jnp.maximum, part, axis) for part in s]  # as l
+    maxima = functools.reduce(jnp.maximum, folded)  # as l
+    return jnp.maximum(maxima.max(axis=axis, keepdims=True), NOTHING)
 
 
 def exact_tile(
@@ -218,24 +313,21 @@ def exact_tile(
     state: of these rows, read and written in place.
     mask: (scores of `columns` keys, the first of them) -> scores, -inf where masked.
     """
-    cols, orientation = config.blocks.columns, config.orientation
-    columns = range(0, k_ref.shape[0], cols)
-
-    def masked_scores(c: int) -> jax.Array:
-        k = k_ref[pl.ds(c, cols), :]  # [cols, D]
-        s = config.scores(*orientation.ordered(q, k))  # [rows, cols], or swapped
-        return mask(s, c)
-
-    scores = [masked_scores(c) for c in columns]
+    width = config.blocks.columns
+    orientation = config.orientation
+    columns = range(0, k_ref.shape[0], width)
+    scores = []
+    for c in columns:
+        k = k_ref[pl.ds(c, width), :]  # [cols, D]
+        scores.append(mask(config.scores(q, k), c))  # [rows, cols], or swapped
     state.update_max(scores, orientation)
-    l, acc = state.l[...], state.acc[...]
-    m = orientation.widen(state.m[...], cols)
+    l = state.l[...]  # [rows, 128], or [8, rows]
+    acc = state.acc[...]  # [rows, D], or swapped
+    m = orientation.widen(state.m[...], width)  # meets S
     for c, s in zip(columns, scores, strict=True):
         p = jnp.exp2(s - m)  # [rows, cols], or swapped
-        l = l + fold(jnp.add, p, orientation.keys_axis)  # [rows, 128], or [8, rows]
-        v = v_ref[pl.ds(c, cols), :]  # [cols, D]
-        p = p.astype(v_ref.dtype)
-        more = config.product(p, v, (orientation.keys_axis, 0))
-        acc = acc + more  # [rows, D], or swapped
+        l = l + fold(jnp.add, p, orientation.keys_axis)
+        v = v_ref[pl.ds(c, width), :]  # [cols, D]
+        acc = acc + config.product(p.astype(v_ref.dtype), v, (orientation.keys_axis, 0))
     state.l[...] = l
     state.acc[...] = acc

@@ -80,23 +80,28 @@ class TileConfig(NamedTuple):
     soft_cap: SoftCap | None
     orientation: Orientation
 
-    def scores(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns scaled and capped scores: [m, D], [n, D] -> [m, n], float32."""
+    def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns scores of q [rows, D] and k [keys, D]: [rows, keys], or swapped."""
+        a, b = self.orientation.ordered(q, k)
         return self.scores_and_slope(a, b)[0]
 
     def scores_and_slope(
         self, a: jax.Array, b: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns scores, and the slope of their soft cap if there is one."""
-        x = dot(a, b, NT, self.precision)
+        """Returns scaled and capped scores: [m, D], [n, D] -> [m, n], float32.
+
+        And the slope of their soft cap, [m, n], if there is one.
+        """
+        x = dot(a, b, NT, self.precision)  # [m, n]
         if not self.soft_cap:
             return self.scale * x, None
-        bent = self.soft_cap.bend(self.scale, x)
+        bent = self.soft_cap.bend(self.scale, x)  # [m, n]
         return self.soft_cap.scores(bent), self.soft_cap.slope(bent)
 
     def product(
         self, a: jax.Array, b: jax.Array, contracted: tuple[int, int]
     ) -> jax.Array:
         """Returns `dot` of a, whose other axis are rows, and b: scores, or P V."""
-        a, b = self.orientation.ordered(a, b)
-        return dot(a, b, self.orientation.ordered(*contracted), self.precision)
+        first, second = self.orientation.ordered(a, b)
+        axes = self.orientation.ordered(contracted[0], contracted[1])
+        return dot(first, second, axes, self.precision)

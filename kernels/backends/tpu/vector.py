@@ -1,6 +1,5 @@
 """How arrays of the TPU kernels lie in vector registers; matmuls, and bytes."""
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ def dot(
     precision: lax.Precision,
 ) -> jax.Array:
     """Multiplies two matrices on the MXU: float32, over one dimension of each."""
-    dimensions = ((contracted[:1], contracted[1:]), ((), ()))
+    dimensions = ((contracted[:1], contracted[1:]), ((), ()))  # no batch
     return lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
     )
@@ -39,11 +38,10 @@ def dot(
 def fold(combine: Callable, x: jax.Array, axis: int) -> jax.Array:
     """Combines vector registers along an axis: leaves 8 rows, or 128 columns."""
     width = LANES if axis else SUBLANES
-    pieces = (
-        lax.slice_in_dim(x, first, first + width, axis=axis)
-        for first in range(0, x.shape[axis], width)
-    )
-    return functools.reduce(combine, pieces)
+    folded = lax.slice_in_dim(x, 0, width, axis=axis)  # as x, 8 or 128 along the axis
+    for first in range(width, x.shape[axis], width):
+        folded = combine(folded, lax.slice_in_dim(x, first, first + width, axis=axis))
+    return folded
 
 
 def reciprocal(x: jax.Array, newton_steps: int = 2) -> jax.Array:
@@ -85,7 +83,8 @@ def column_to_row(x: jax.Array) -> jax.Array:
 
 def _is_diagonal() -> jax.Array:
     shape = LANES, LANES
-    row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    row = lax.broadcasted_iota(jnp.int32, shape, 0)  # [128, 128]
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)  # [128, 128]
     return row == lane
 
 
@@ -125,7 +124,7 @@ class Orientation:
         return 1 if self.axis else LANES
 
     def ordered(self, rows: Any, others: Any) -> tuple[Any, Any]:
-        """Returns both, those of the rows in the place of their axis."""
+        """Returns both, what is of the rows at the index of their axis."""
         return (others, rows) if self.axis else (rows, others)
 
     def at(self, x_ref: jax.Ref, rows: pl.Slice) -> jax.Ref:
@@ -171,11 +170,11 @@ def strips(rows: int) -> list[tuple[int, pl.Slice]]:
 
 def buffer_bytes(buffers: Any) -> int:
     """Returns the bytes of all arrays, or VMEM buffers, in a tree, less semaphores."""
-    return sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-        for x in jax.tree.leaves(buffers)
-        if jnp.issubdtype(x.dtype, jnp.number)
-    )
+    total = 0
+    for x in jax.tree.leaves(buffers):
+        if jnp.issubdtype(x.dtype, jnp.number):
+            total += math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    return total
 
 
 def flat_index(operands: NamedTuple, field: str) -> int:

@@ -28,8 +28,12 @@ class KernelBlocks(NamedTuple):
     backward_dq: TritonBlocks
 
 
-def _blocks(*cuts: tuple[int, int, int, int]) -> KernelBlocks:
-    return KernelBlocks(*(TritonBlocks(*cut) for cut in cuts))
+Cut = tuple[int, int, int, int]
+"""block_q, block_k, warps and stages."""
+
+
+def _blocks(forward: Cut, dkv: Cut, dq: Cut) -> KernelBlocks:
+    return KernelBlocks(TritonBlocks(*forward), TritonBlocks(*dkv), TritonBlocks(*dq))
 
 
 # By the padded head size. Among what triton 3.8.0 compiles without spilling registers,

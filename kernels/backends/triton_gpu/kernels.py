@@ -65,6 +65,7 @@ def forward(
         v_j = load_tile(v, batch, kv_head, key, True, key_rows)  # [K, d]
         visible = visible_keys(k_start, k_end, key, sizes)  # [Q, K]
         m, l, acc = attend(m, l, acc, q_i, k_j, v_j, visible, True, sizes)
+    # No mask here: a key tile that is full for all rows lies before the last key.
     for j in range(full_begin, full_end):
         k_j = load_tile(k, batch, kv_head, j * sizes.block_k, False, key_rows)  # [K, d]
         v_j = load_tile(v, batch, kv_head, j * sizes.block_k, False, key_rows)  # [K, d]
@@ -89,6 +90,7 @@ def attend(m, l, acc, q, k, v, visible, is_partial: tl.constexpr, sizes: tl.cons
     if is_partial:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * sizes.scale_log2)  # [Q]
+    # In a full tile every row sees a key, and m is finite.
     m_safe = m_new
     if is_partial:
         # A row without a visible key so far: any finite number will do.
@@ -168,6 +170,7 @@ def add_dkv(
         p = tl.where(visible, p, 0.0)
     dv = tl.dot(p.to(q.dtype), do, dv, input_precision="ieee")  # [K, d]
     if sizes.is_capped:
+        # s is tanh, whose slope is 1 - s². After dv, which takes p without it.
         p -= p * s * s
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # [K, Q]
     ds = (p * (dp - delta[None, :])).to(q.dtype)  # [K, Q]
@@ -274,6 +277,7 @@ def visible_keys(k_start, k_end, key, sizes: tl.constexpr):
 def load_tile(array, batch, head, first, is_partial: tl.constexpr, rows: tl.constexpr):
     """Loads [tile, d] of an operand; zeros after the last row if partial."""
     pointers = tile_pointers(array, batch, head, first, rows.block_d, rows)  # [tile, d]
+    # Known while compiling: where tiles divide the length, no load has a mask.
     if is_partial and rows.length % rows.tile:
         x = tl.load(pointers, mask=row_mask(first, rows), other=0.0)
     else:
@@ -343,6 +347,7 @@ def load_bounds(bounds, batch, first, sizes: tl.constexpr):
     """Loads k_start and k_end, [Q] each; rows after the last see nothing."""
     rows = first + tl.arange(0, sizes.block_q)  # [Q]
     inside = rows < sizes.queries  # [Q]
+    # Row 0 for all of a batch that shares its bounds, as bound_rows is 1 then.
     k_start = bounds + (batch % sizes.bound_rows) * sizes.queries + rows  # [Q] pointers
     k_end = k_start + sizes.bound_rows * sizes.queries  # [Q] pointers
     return tl.load(k_start, mask=inside, other=0), tl.load(k_end, mask=inside, other=0)

@@ -8,7 +8,7 @@ first run.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
-from ...masks import Visible
+from ...masks import Array, Visible
 from ...merge import Partial, added
 from ...precision import Scores, exponent_factors, forward_factors
 from .. import steps
-from ..tile_ranges import key_ranges, query_ranges
+from ..tile_ranges import TileRanges, key_ranges, query_ranges
 from .block_sizes import KernelBlocks, TritonBlocks, chosen_blocks, padded_depth
 
 TYPES = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowTiles:
     """Rows of arrays [B, length, heads, depth] and their cut into tiles.
 
     depth: numbers in a row of a result; operands are padded to `block_d`.
@@ -75,12 +75,12 @@ class Sizes:
         return self.tanh_scale is not None
 
     @property
-    def query_rows(self) -> Rows:
-        return Rows(self.queries, self.heads, self.depth, self.block_q)
+    def query_rows(self) -> RowTiles:
+        return RowTiles(self.queries, self.heads, self.depth, self.block_q)
 
     @property
-    def key_rows(self) -> Rows:
-        return Rows(self.keys, self.kv_heads, self.depth, self.block_k)
+    def key_rows(self) -> RowTiles:
+        return RowTiles(self.keys, self.kv_heads, self.depth, self.block_k)
 
     @property
     def group(self) -> int:
@@ -115,13 +115,14 @@ def triton_call(
             "triton needs jax-triton: pip install 'annulus-attention[triton]', or use "
             "implementation='blockwise'"
         ) from error
-    # Since 0.4 results have a type, before that they have a shape.
+    # Since 0.4 jax-triton calls it a type, before that a shape.
     is_typed = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    types: dict[str, Any] = {"out_type" if is_typed else "out_shape": results}
     with jax.named_scope(f"flash_{kernel}"):
         return jax_triton.triton_call(
             *operands,
             kernel=getattr(kernels, kernel),
-            **{"out_type" if is_typed else "out_shape": results},
+            **types,
             grid=(programs,),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
@@ -137,27 +138,48 @@ class Kernel:
     sizes: Sizes
     call: Callable
 
+    def key_ranges(self, bounds: jax.Array) -> TileRanges:
+        """Returns the live key tiles of query tiles. bounds: [2, M, T]."""
+        k_start, k_end = bounds
+        return key_ranges(k_start, k_end, self.sizes.block_q, self.sizes.block_k)
+
+    def query_ranges(self, bounds: jax.Array) -> TileRanges:
+        """Returns the live query tiles of key tiles. bounds: [2, M, T]."""
+        sizes = self.sizes
+        k_start, k_end = bounds
+        ranges = query_ranges(k_start, k_end, sizes.block_q, sizes.block_k, sizes.keys)
+        # A last tile with rows missing is never full: full ones are read unmasked.
+        whole = sizes.queries // sizes.block_q
+        return ranges._replace(
+            full_begin=jnp.minimum(ranges.full_begin, whole),
+            full_end=jnp.minimum(ranges.full_end, whole),
+        )
+
     def run(
-        self, tiles: int, operands: tuple[jax.Array, ...], *results: Any
+        self,
+        tiles: int,
+        operands: tuple[jax.Array, ...],
+        results: tuple[jax.ShapeDtypeStruct, ...],
     ) -> tuple[jax.Array, ...]:
         """Runs it; under `jax.vmap`, which Triton does not know, one by one.
 
         tiles: of each head of the first result, [B, T or S, H or K, D].
         """
         batch, _, heads, _ = results[0].shape
-        options = {"programs": batch * heads * tiles, "sizes": self.sizes}
-        call = functools.partial(self.call, results=results, **options)
+        call = functools.partial(
+            self.call, results=results, programs=batch * heads * tiles, sizes=self.sizes
+        )
         one_by_one = jax.custom_batching.sequential_vmap
         return one_by_one(lambda *operands: call(operands))(*operands)
 
 
-Seen = tuple[jax.Array, ...]
+TritonBounds = tuple[jax.Array, ...]
 """bounds, int32 [2, M, T], and `TileRanges` of each kernel, int32 [4, M, tiles]."""
 
 
 @dataclass(frozen=True)
-class Forward(steps.PlainForm):
-    """Forward steps of queries: see `backends.steps.PlainForward`.
+class TritonForwardSteps(steps.PlainForm):
+    """Forward steps of queries: see `backends.steps`.
 
     q: [B, T, H, block_d].
     """
@@ -165,68 +187,72 @@ class Forward(steps.PlainForm):
     kernel: Kernel
     q: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> TritonBounds:
         """Finds the live tiles of query tiles."""
-        sizes, bounds = self.kernel.sizes, _stacked(k_start, k_end)
-        return bounds, _stacked(*key_ranges(*bounds, sizes.block_q, sizes.block_k))
+        bounds = _stacked((k_start, k_end))  # [2, M, T]
+        return bounds, _stacked(self.kernel.key_ranges(bounds))
 
     def attend(
-        self, k: jax.Array, v: jax.Array, seen: Seen, carry: Partial | None
+        self, k: jax.Array, v: jax.Array, prepared: TritonBounds, carry: Partial | None
     ) -> Partial:
         """Runs the kernel."""
-        sizes, (batch, length, heads, _) = self.kernel.sizes, self.q.shape
-        nothing = jnp.zeros((1,), jnp.float32)
-        # [B, T, H, block_d], [B, S, K, block_d], bounds, ranges, carry.
-        operands = self.q, *_widened(k, v), *seen, *(carry or (nothing, nothing))
+        sizes = self.kernel.sizes
+        batch, length, heads, _ = self.q.shape
+        nothing = jnp.zeros((1,), jnp.float32)  # an operand that the kernel never reads
+        carry_out, carry_lse = carry or (nothing, nothing)
+        k = _widened(k)  # [B, S, K, block_d]
+        v = _widened(v)  # [B, S, K, block_d]
+        operands = self.q, k, v, *prepared, carry_out, carry_lse
+        # Known while compiling: without a carry the kernel holds no code for one.
         kernel = replace(self.kernel, sizes=replace(sizes, has_carry=bool(carry)))
         out = jax.ShapeDtypeStruct((batch, length, heads, sizes.depth), jnp.float32)
         lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-        out, lse = kernel.run(sizes.query_tiles, operands, out, lse)
+        out, lse = kernel.run(sizes.query_tiles, operands, (out, lse))
         return out, lse
 
 
 @dataclass(frozen=True)
-class Backward(steps.PlainForm):
-    """Backward steps of queries: see `backends.steps.PlainBackward`.
+class TritonBackwardSteps(steps.PlainForm):
+    """Backward steps of queries: see `backends.steps`.
 
-    q, do: [B, T, H, block_d]. rows: lse and delta, [B, H, T].
+    q, do: [B, T, H, block_d]. lse, delta: [B, H, T].
     """
 
     dkv: Kernel
     dq: Kernel
     q: jax.Array
     do: jax.Array
-    rows: tuple[jax.Array, jax.Array]
+    lse: jax.Array
+    delta: jax.Array
 
-    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> Seen:
+    def prepare(self, k_start: jax.Array, k_end: jax.Array) -> TritonBounds:
         """Finds the live tiles of key tiles, and of query tiles."""
-        bounds, sizes = _stacked(k_start, k_end), self.dkv.sizes
-        across = query_ranges(*bounds, sizes.block_q, sizes.block_k, sizes.keys)
-        begin, *full, end = across
-        # A last tile with rows missing is never full.
-        full = [jnp.minimum(x, sizes.queries // sizes.block_q) for x in full]
-        sizes = self.dq.sizes
-        ranges = key_ranges(*bounds, sizes.block_q, sizes.block_k)
-        return bounds, _stacked(begin, *full, end), _stacked(*ranges)
+        bounds = _stacked((k_start, k_end))  # [2, M, T]
+        of_keys = self.dkv.query_ranges(bounds)
+        of_queries = self.dq.key_ranges(bounds)
+        return bounds, _stacked(of_keys), _stacked(of_queries)
 
     def add(
         self,
         k: jax.Array,
         v: jax.Array,
-        seen: Seen,
+        prepared: TritonBounds,
         dq: jax.Array,
         dkv: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Runs the kernels."""
-        bounds, of_keys, of_queries = seen
-        # [B, T or S, H or K, block_d], [B, H, T], bounds.
-        operands = self.q, *_widened(k, v), self.do, *self.rows, bounds
         gradient = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # [B, S, K, D]
+        k = _widened(k)  # [B, S, K, block_d]
+        v = _widened(v)  # [B, S, K, block_d]
+        bounds, of_keys, of_queries = prepared
+        # Both kernels compute P and dP from these, each for itself.
+        shared = self.q, k, v, self.do, self.lse, self.delta, bounds
+        operands = *shared, of_keys
         tiles = self.dkv.sizes.key_tiles
-        dk, dv = self.dkv.run(tiles, (*operands, of_keys), gradient, gradient)
+        dk, dv = self.dkv.run(tiles, operands, (gradient, gradient))
+        operands = *shared, of_queries, dq
         gradient = jax.ShapeDtypeStruct(dq.shape, jnp.float32)  # [B, T, H, D]
-        tiles = self.dq.sizes.query_tiles
-        (dq,) = self.dq.run(tiles, (*operands, of_queries, dq), gradient)
+        (dq,) = self.dq.run(self.dq.sizes.query_tiles, operands, (gradient,))
         return dq, *added(dkv, (dk, dv))
 
 
@@ -246,7 +272,7 @@ class Launch(steps.Kernels):
 
     def forward_steps(
         self, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
-    ) -> Forward:
+    ) -> TritonForwardSteps:
         """Lays out queries, (B, T, H, D).
 
         Raises:
@@ -254,30 +280,39 @@ class Launch(steps.Kernels):
           NotImplementedError: a head that is too large, no GPU to compile for, or no
             jax-triton.
         """
-        q, *factors = forward_factors(q, scores)
+        q, scale_log2, tanh_scale = forward_factors(q, scores)
+        factors = scale_log2, tanh_scale
         kernel = self._kernel("forward", (q, k, visible), factors)
-        return Forward(kernel, *_widened(q))
+        return TritonForwardSteps(kernel, _widened(q))
 
     def backward_steps(
         self, rows: steps.Rows, k: jax.Array, visible: Visible, scores: Scores
-    ) -> Backward:
+    ) -> TritonBackwardSteps:
         """Lays out q, do, lse and delta; errors as of `forward_steps`."""
         q, do, lse, delta = rows
-        problem = (q, k, visible), exponent_factors(scores)
-        kernels = (self._kernel(f"backward_{x}", *problem) for x in ("dkv", "dq"))
-        return Backward(*kernels, *_widened(q, do), (lse, delta))
+        factors = exponent_factors(scores)
+        return TritonBackwardSteps(
+            dkv=self._kernel("backward_dkv", (q, k, visible), factors),
+            dq=self._kernel("backward_dq", (q, k, visible), factors),
+            q=_widened(q),
+            do=_widened(do),
+            lse=lse,
+            delta=delta,
+        )
 
     def _kernel(
         self,
         name: str,
         operands: tuple[jax.Array, jax.Array, Visible],
-        factors: Sequence[float | None],
+        factors: tuple[float, float | None],
     ) -> Kernel:
         """Returns a kernel for q, k and bounds. factors: of `exponent_factors`."""
-        (q, k, visible), (scale_log2, tanh_scale) = operands, factors
+        q, k, visible = operands
+        scale_log2, tanh_scale = factors
         capability = _checked_capability(self.capability, q)
-        chosen = self.blocks or chosen_blocks(capability, q, tanh_scale is not None)
-        blocks = getattr(chosen, name)
+        is_capped = tanh_scale is not None
+        all_blocks = self.blocks or chosen_blocks(capability, q, is_capped)
+        blocks = getattr(all_blocks, name)
         sizes = Sizes(
             queries=q.shape[1],
             keys=k.shape[1],
@@ -290,8 +325,8 @@ class Launch(steps.Kernels):
             block_q=blocks.block_q,
             block_k=blocks.block_k,
         )
-        options = {"blocks": blocks, "capability": capability}
-        return Kernel(sizes, functools.partial(self.call, name, **options))
+        call = functools.partial(self.call, name, blocks=blocks, capability=capability)
+        return Kernel(sizes, call)
 
 
 def _checked_capability(capability: int | None, q: jax.Array) -> int:
@@ -321,12 +356,11 @@ def _checked_capability(capability: int | None, q: jax.Array) -> int:
     return capability
 
 
-def _widened(*operands: jax.Array) -> Iterator[jax.Array]:
+def _widened(x: jax.Array) -> jax.Array:
     """Pads rows with zeros to the power of 2 that a tile has: [B, T, H, block_d]."""
-    for x in operands:
-        more = padded_depth(x.shape[-1]) - x.shape[-1]
-        yield jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))
+    padding = padded_depth(x.shape[-1]) - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding)))
 
 
-def _stacked(*arrays: jax.Array) -> jax.Array:
+def _stacked(arrays: Iterable[Array]) -> jax.Array:
     return jnp.stack([jnp.asarray(x) for x in arrays])
