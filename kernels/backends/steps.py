@@ -6,7 +6,7 @@ form of its own also has `forward_steps` and `backward_steps`: then what depends
 queries and bounds alone is laid out once a ring, before its loop.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -193,15 +193,20 @@ class PlainBackward(PlainForm):
         )
 
 
-class Kernels:
-    """A backend whose `forward` and `backward` run one of its steps by itself.
+class Kernels(ABC):
+    """A backend whose `forward` and `backward` run one of its steps by itself."""
 
-    A subclass has `forward_steps` and `backward_steps`: of the functions of that name,
-    all arguments but the backend.
-    """
+    @abstractmethod
+    def forward_steps(
+        self, q: jax.Array, k: jax.Array, visible: Visible, scores: Scores
+    ) -> ForwardSteps:
+        """Lays out queries, as the function of this name."""
 
-    forward_steps: Callable[[jax.Array, jax.Array, Visible, Scores], ForwardSteps]
-    backward_steps: Callable[[Rows, jax.Array, Visible, Scores], BackwardSteps]
+    @abstractmethod
+    def backward_steps(
+        self, rows: Rows, k: jax.Array, visible: Visible, scores: Scores
+    ) -> BackwardSteps:
+        """Lays out rows, as the function of this name."""
 
     def forward(
         self,
