@@ -33,8 +33,10 @@ from tasks import run_config
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
 from tasks.layout_choice import row_lines, wrapped
-from tasks.run import Data, Run
-from tasks.state import compile_programs, first_state, guard_settings, read_frozen
+from tasks.parts import Data
+from tasks.programs import compile_programs, first_state, read_frozen
+from tasks.run import Run
+from tasks.state import guard_settings
 from tasks.systems import prepare_devices
 from tasks.task import check, check_attention, make_run, rate_change, run_settings
 from training import compilation, hosts, peers, record

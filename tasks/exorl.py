@@ -19,6 +19,8 @@ from data.agents.trajectory_file import TrajectoryFile
 from data.batch import Block
 from data.rows import InOrder, TextBatches
 from kernels import layouts
+from kernels.cost.choice import Choice
+from kernels.cost.work import Row
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
 from models.abstract import Model
@@ -28,7 +30,9 @@ from models.losses import Parts, action_errors
 from models.rope import RopeScaling
 from tasks import trajectories
 from tasks.config_errors import names_fields
-from tasks.run import Data, Objective, Run
+from tasks.layout_choice import ranked_choices, typical_rows
+from tasks.parts import Data, Objective
+from tasks.run import Run
 from tasks.state import identity
 from training.feed import host_blocks
 from training.metrics import StepWork
@@ -73,12 +77,19 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig:
     return AgentConfig(**fields, rope_scaling=scaling)
 
 
-class AgentRun(Run):
+class AgentRun(Run[AgentConfig]):
     """A run that trains an agent."""
 
-    @functools.cached_property
-    def sizes(self) -> AgentConfig:
+    def read_sizes(self) -> AgentConfig:
         return sizes(self.config)
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return self.given_rows or typical_rows(self.config)
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        return self.fixed or ranked_choices(self)[0]
 
     @functools.cached_property
     @names_fields
@@ -128,21 +139,14 @@ class AgentRun(Run):
                 f"it {needed}"
             )
 
-    @functools.cached_property
-    @names_fields
-    def model(self) -> Model:
-        """The agent, without parameters.
-
-        Raises:
-          ValueError: sizes that make no model, or that do not divide over the mesh.
-        """
-        found, partition = self.sizes, self.partition
+    def build_model(self) -> Model:
+        partition = self.partition
 
         def build(key: jax.Array) -> nnx.Module:
             rngs = nnx.Rngs(params=key)
-            return Agent(found, self.execution, partition, rngs=rngs)
+            return Agent(self.sizes, self.execution, partition, rngs=rngs)
 
-        return Model.of(found, build, partition)
+        return Model.of(self.sizes, build, partition)
 
     @functools.cached_property
     def batch_like(self) -> ChainBatch:

@@ -25,8 +25,9 @@ from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
 from models.sizes import LanguageModelConfig
 from tasks.command_line import read_config
+from tasks.programs import read_frozen
 from tasks.run import Run
-from tasks.state import abstract_parameters, read_frozen
+from tasks.state import abstract_parameters
 from tasks.systems import prepare_devices
 from tasks.text import TextRun
 from training.mesh import Partition, StationaryPartition

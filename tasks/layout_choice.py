@@ -7,7 +7,7 @@ import functools
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -32,10 +32,8 @@ from kernels.ring.runs import Runs
 from kernels.ring.ulysses import share_heads
 from models.memory import RERUN
 from tasks import corpora
+from tasks.run import Run
 from tasks.systems import AUTO, document_mask
-
-if TYPE_CHECKING:
-    from tasks.run import Run
 
 DRAWN, MOST_TOKENS, SEED = 8, 1 << 23, 0
 """Rows of the corpora that are looked at, fewer of long ones; and their seed."""
@@ -80,7 +78,7 @@ def _row(mask: DocumentMask, k_start: np.ndarray, k_end: np.ndarray) -> Row:
     return Row(k_start, k_end, mask.window, is_causal=not mask.prefix)
 
 
-def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
+def ranked_choices(run: Run, every: bool = False) -> list[Choice]:
     """Returns what the config lets a run do, the fastest first.
 
     Where there is one choice, nothing is read and no seconds are estimated.
@@ -109,7 +107,7 @@ def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
     return ranked(found, functools.partial(attention_seconds, run), chip)
 
 
-def attention_seconds(run: "Run", choice: Choice, slower: float = 1.0) -> float:
+def attention_seconds(run: Run, choice: Choice, slower: float = 1.0) -> float:
     """Returns the seconds of a step's rings in another choice.
 
     slower: times that links take longer.
@@ -120,7 +118,7 @@ def attention_seconds(run: "Run", choice: Choice, slower: float = 1.0) -> float:
     return rings + sum(state_times(chosen, chip))
 
 
-def states_of(run: "Run") -> States | None:
+def states_of(run: Run) -> States | None:
     """Returns the states of a layer with Gated DeltaNet; None in models without."""
     sizes, partition = run.sizes, run.partition
     if not (width := sizes.delta_convolution):
@@ -139,7 +137,7 @@ def states_of(run: "Run") -> States | None:
     )
 
 
-def state_times(run: "Run", chip: Chip) -> tuple[float, float]:
+def state_times(run: Run, chip: Chip) -> tuple[float, float]:
     """Returns seconds of a step's states: of products, and of transfers."""
     if (states := states_of(run)) is None:
         return 0.0, 0.0
@@ -161,7 +159,7 @@ class Pass(NamedTuple):
     spent: Times
 
 
-def ring_passes(run: "Run", chip: Chip) -> list[Pass]:
+def ring_passes(run: Run, chip: Chip) -> list[Pass]:
     """Returns the passes of a step; each kind of layers has rings of its own."""
     rows = [_passes(run, chip, row) for row in run.rows]
     found = []
@@ -171,7 +169,7 @@ def ring_passes(run: "Run", chip: Chip) -> list[Pass]:
     return found
 
 
-def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
+def _passes(run: Run, chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
     config = run.config
     windows, kinds = run.sizes.attention_windows, run.sizes.layer_kinds
     rings = {window: _ring(run, chip, row.seen_within(window)) for window in {*windows}}
@@ -189,7 +187,7 @@ def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
     ]
 
 
-def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
+def _ring(run: Run, chip: Chip, row: Row) -> Ring:
     """Returns the ring of a run's layers on a mesh of this chip."""
     config, partition, choice = run.config, run.partition, run.choice
     model, tensor = config.model, partition.mesh.shape["tensor"]
@@ -208,7 +206,7 @@ def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
     )
 
 
-def row_lines(run: "Run") -> Iterator[str]:
+def row_lines(run: Run) -> Iterator[str]:
     """Yields the lines on what rows cost, and on their layout, if there are any."""
     yield from wrapped(padding_line(run))
     yield from wrapped(layout_line(run))
@@ -220,7 +218,7 @@ def wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def padding_line(run: "Run") -> str:
+def padding_line(run: Run) -> str:
     """Returns a line on what padding costs; "" where there is none."""
     tokens, (_, slots) = run.config.data.context_tokens, run.token_shape
     if slots == tokens:
@@ -234,7 +232,7 @@ def padding_line(run: "Run") -> str:
     )
 
 
-def layout_line(run: "Run") -> str:
+def layout_line(run: Run) -> str:
     """Returns a line on the chosen layout, or on one that would suit better; or ""."""
     config = run.config
     if config.task != "text" or run.partition.ring_size == 1:
@@ -262,7 +260,7 @@ def layout_line(run: "Run") -> str:
     )
 
 
-def states_line(run: "Run") -> str:
+def states_line(run: Run) -> str:
     """Returns a line on what the states of Gated DeltaNet take; "" without it."""
     if (states := states_of(run)) is None:
         return ""

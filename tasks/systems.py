@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
-from kernels import chips, layouts
+from kernels import chips, layouts, masks
 from kernels.layouts import Layout
+from kernels.masks import Mask, Visible
 from models.memory import NEXT, Device, Execution, Kept, choose_chunk
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
@@ -154,6 +155,29 @@ def document_mask(config: ConfigDict) -> DocumentMask:
             f'({config.model.layer_pattern=}): set it to "causal"'
         )
     return mask
+
+
+def limited(attend: Callable[..., jax.Array], shown: Mask) -> Callable[..., jax.Array]:
+    """Returns an attention that shows the run's data no more than its mask does.
+
+    attend: as of `make_ring_attention`. shown: by the run's mask, to rows of its data;
+      a mask that is given in place of their bounds stands for itself.
+    """
+
+    def attend_within(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        visible: Mask | Visible,
+        window: int | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        within = shown if isinstance(visible, Visible) else masks.full()
+        if window is not None:
+            within &= masks.window(window)
+        return attend(q, k, v, visible, sinks=sinks, within=within)
+
+    return attend_within
 
 
 @names_fields

@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 
 from data.batch import Batch, Block
 from data.rows import TextBatches
+from kernels.cost.choice import Choice
+from kernels.cost.work import Row
 from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.decoder import LanguageModel
@@ -20,8 +22,11 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
 from tasks import corpora
 from tasks.config_errors import names_fields
-from tasks.run import Data, Objective, Run
-from tasks.state import identify_frozen, identity
+from tasks.layout_choice import ranked_choices, typical_rows
+from tasks.parts import Data, Objective
+from tasks.programs import identify_frozen
+from tasks.run import Run
+from tasks.state import identity
 from training.feed import host_blocks
 from training.metrics import StepWork
 from training.step import Counts, count_tokens
@@ -29,34 +34,35 @@ from training.step import Counts, count_tokens
 identify = corpora.identify
 
 
-class TextRun(Run):
+class TextRun(Run[LanguageModelConfig]):
     """A run that trains a language model."""
 
-    @functools.cached_property
-    def sizes(self) -> LanguageModelConfig:
+    def read_sizes(self) -> LanguageModelConfig:
         return sizes(self.config)
 
-    @functools.cached_property
-    @names_fields
-    def model(self) -> Model:
-        """The model, without parameters.
-
-        Raises:
-          ValueError: sizes that make no model, or that do not divide over the mesh.
-        """
-        record, partition = self.sizes, self.partition
+    def build_model(self) -> Model:
+        sizes = self.sizes
+        partition = self.partition
 
         def build(key: jax.Array) -> LanguageModel:
             rngs = nnx.Rngs(params=key)
-            return LanguageModel(record, self.execution, partition, rngs=rngs)
+            return LanguageModel(sizes, self.execution, partition, rngs=rngs)
 
         return Model.of(
-            record,
+            sizes,
             build,
             partition,
-            trained=nnx.LoRAParam if record.lora.rank else nnx.Param,
+            trained=nnx.LoRAParam if sizes.lora.rank else nnx.Param,
             frozen_dtype=jnp.dtype(self.config.lora.base_dtype or self.compute_dtype),
         )
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return self.given_rows or typical_rows(self.config)
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        return self.fixed or ranked_choices(self)[0]
 
     @functools.cached_property
     def batch_like(self) -> Batch:
