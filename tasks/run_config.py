@@ -15,7 +15,7 @@ from data.json_text import parse_json, short
 from tasks.config_errors import fields_by_name
 from training.record import PINNED, RUN, is_old
 from training.stored_step import is_named
-from training.workdir import place_of, replace_text
+from training.workdir import path_of, replace_text
 
 FILE = "config.json"
 
@@ -50,7 +50,7 @@ def write(config: ConfigDict, settings: Mapping[str, Any] | None = None) -> None
         del kept.workdir
         del kept.hosts.index
     written = json.dumps(kept.to_dict(), indent=2) + "\n"
-    replace_text(place_of(config.workdir) / FILE, written)
+    replace_text(path_of(config.workdir) / FILE, written)
 
 
 def read(workdir: str) -> ConfigDict:
@@ -63,7 +63,7 @@ def read(workdir: str) -> ConfigDict:
       ValueError: the file is not JSON, or has a field that is unknown here or of
         another type.
     """
-    path = place_of(workdir) / FILE
+    path = path_of(workdir) / FILE
     if not path.parent.exists():
         raise FileNotFoundError(f"there is no workdir {workdir}")
     if not path.exists():

@@ -63,9 +63,14 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_names(self, {"name": OPTIMIZERS})
-        steps, warmup = self.total_steps, self.warmup_steps
-        peak, end, clip = self.peak_lr, self.end_lr, self.clip_norm
-        decay, epsilon, share = self.weight_decay, self.epsilon, "from 0 to below 1"
+        steps = self.total_steps
+        warmup = self.warmup_steps
+        peak = self.peak_lr
+        end = self.end_lr
+        clip = self.clip_norm
+        decay = self.weight_decay
+        epsilon = self.epsilon
+        share = "from 0 to below 1"
         required = {
             f"peak_lr={peak} must be a finite rate above 0": 0 < peak < math.inf,
             f"end_lr={end} must be from 0 to peak_lr={peak}: a cosine falls to it": (

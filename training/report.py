@@ -81,7 +81,11 @@ class Report:
         sums: of each batch, the summed losses and the summed weights.
         """
         self.flush()
-        losses, weights = (sum(x) for x in zip(*jax.device_get(sums), strict=True))
+        losses = np.zeros((), np.float32)
+        weights = np.zeros((), np.float32)
+        for batch_losses, batch_weights in jax.device_get(sums):
+            losses = losses + batch_losses
+            weights = weights + batch_weights
         loss = float(losses.sum() / max(weights.sum(), 1))
         points = {"loss": loss}
         if self.held_out_parts:
@@ -106,7 +110,9 @@ class Report:
         self.writer.scalars(step, points | rates)
 
 
-def _named(part_names: Sequence[str], losses: Sequence[float]) -> dict[str, float]:
+def _named(
+    part_names: Sequence[str], losses: Sequence[float] | np.ndarray
+) -> dict[str, float]:
     named = zip(part_names, losses, strict=True)
     return {f"loss_{name}": float(loss) for name, loss in named}
 

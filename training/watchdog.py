@@ -58,7 +58,9 @@ class Watchdog:
     def _arm(self, seconds: float) -> None:
         self._disarm()
         if seconds > 0:
-            watched = seconds, self._cancelled
+            # With its own event: `_disarm` replaces it, and a thread that looked it up
+            # late would watch a step that is not its own.
+            watched = (seconds, self._cancelled)
             threading.Thread(target=self._watch, args=watched, daemon=True).start()
 
     def _disarm(self) -> None:
@@ -76,9 +78,11 @@ class Watchdog:
 
     def _end(self, seconds: float) -> None:
         file = self.file or sys.__stderr__
-        said = f"error: nothing happened for {seconds:g} s, the run ends; its threads:"
-        print(said, file=file, flush=True)
-        faulthandler.dump_traceback(file=file)
+        line = f"error: nothing happened for {seconds:g} s, the run ends; its threads:"
+        print(line, file=file, flush=True)
+        if file is not None:  # as where a program has no stderr
+            faulthandler.dump_traceback(file=file)
+        # Not sys.exit, which ends this thread only: the main thread waits inside XLA.
         os._exit(HUNG)
 
     def __enter__(self) -> Self:

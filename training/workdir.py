@@ -22,7 +22,7 @@ UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of file systems that cannot lock."""
 
 
-def place_of(directory: str | Path) -> epath.Path:
+def path_of(directory: str | Path) -> epath.Path:
     """Returns the path of a directory, local or in a bucket (`gs://...`).
 
     Raises:
@@ -31,7 +31,7 @@ def place_of(directory: str | Path) -> epath.Path:
     return epath.Path(directory)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path | epath.Path, text: str) -> None:
     """Writes a file whole or not at all, in place of any earlier one.
 
     Raises:
