@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, Protocol, TextIO, cast
 
 import jax
 from absl import flags
@@ -264,7 +264,7 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
         raise ValueError(str(error)) from error
     if rest:
         raise ValueError(f"unknown arguments {rest}: see --help and configs/base.py")
-    config: ConfigDict = values["config"].value
+    config = cast(ConfigDict, values["config"].value)
     if config.task == "exorl" and "agent" not in config:
         raise ValueError(
             f"{config.task=} is of agents, and this config is of text: {OF_AGENTS}"

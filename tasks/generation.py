@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from kernels.delta_attention import advance
 from kernels.layouts import divisor, order, padded_length
 from models import cache as caches
 from models.abstract import joined
-from models.cache import EMPTY, Cache, delta_shapes
+from models.cache import EMPTY, Cache, CacheOperations, delta_shapes
 from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
 from models.sizes import LanguageModelConfig
@@ -66,13 +66,14 @@ def cache_shardings(
     names = (None, "batch", "sequence", "kv_heads", None)
     stack = partition.sharding(names, shape)
     index = partition.sharding(names[1:3], shape[1:3])
-    state, tail = ("heads", None), (None, "heads")
-    sharded = tuple(
-        partition.sharding((None, "batch", *(tail if n else state), None), one.shape)
-        for n, one in enumerate(delta)
-    )
     whole = NamedSharding(partition.mesh, PartitionSpec())
-    return Cache(stack, stack, index, whole, sharded)
+    # The state is (Y, B, H, D, V); what the convolution reads is (Y, B, W - 1, H, …).
+    of_delta = []
+    for number, like in enumerate(delta):
+        heads = (None, "heads") if number else ("heads", None)
+        axes = (None, "batch", *heads, None)
+        of_delta.append(partition.sharding(axes, like.shape))
+    return Cache._make([stack, stack, index, whole, tuple(of_delta)])
 
 
 def generator(
@@ -91,43 +92,43 @@ def generator(
     Raises:
       ValueError: something does not divide over the mesh, or as `_check`.
     """
-    layout, partition, sizes = run.layout, run.partition, run.sizes
-    mesh, ring = partition.mesh, partition.ring_size
+    layout = run.layout
+    partition = run.partition
+    sizes = run.sizes
+    ring_size = partition.ring_size
     _check(sizes, cache_tokens, samples)
     members = partition.shards("sequence")  # that share out the cache
     # Runs of the shortest rows hold what Gated DeltaNet's convolution reads.
-    least = divisor(layout, ring, partition.slices)
+    least = divisor(layout, ring_size, partition.slices)
     least *= max(1, sizes.delta_convolution - 1)
     most = cache_tokens + members * (samples - 1)  # see `Generator.room`
-    slots = max(padded_length(layout, ring, most, partition.slices), least)
+    slots = max(padded_length(layout, ring_size, most, partition.slices), least)
     cache, empty = _empty_cache(run, rows, slots)
-    whole = NamedSharding(mesh, PartitionSpec())
-    options = compiler_options(mesh.devices.flat[0].device_kind)
-    prefill, step = (
-        jax.jit(
-            program,
-            out_shardings=(cache, whole, whole),
-            donate_argnums=1,
-            compiler_options=options,
-        )
-        for program in _programs(run, sampling, samples)
+    whole = NamedSharding(partition.mesh, PartitionSpec())
+    compiled = functools.partial(
+        jax.jit,
+        out_shardings=(cache, whole, whole),
+        donate_argnums=1,  # the cache: two of them might not fit
+        compiler_options=compiler_options(partition.mesh.devices.flat[0].device_kind),
     )
+    prefill, step = _programs(run, sampling, samples)
 
-    def place(x: np.ndarray) -> Array:
+    def to_mesh(x: np.ndarray) -> Array:
         sharding = partition.sharding(("batch", "sequence"), x.shape)
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
     heads = sizes.num_heads // partition.shards("heads")
     scores = slots // members * heads * -(-rows // partition.shards("batch"))
-    # A state cannot be taken back to fewer tokens.
+    # Of a prefix, tokens in the cache would have to see those that are appended later;
+    # and a state cannot be taken back to fewer tokens.
     is_whole = run.mask.prefix or sizes.delta_convolution
     return Generator(
         empty=empty,
-        prefill=prefill,
-        step=step,
+        prefill=compiled(prefill),
+        step=compiled(step),
         cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
-        place=place,
-        order=lambda length: order(layout, ring, length),
+        place=to_mesh,
+        order=lambda length: order(layout, ring_size, length),
         divisor=least,
         rows=rows,
         slots=slots,
@@ -152,16 +153,15 @@ def _empty_cache(
     run: TextRun, rows: int, slots: int
 ) -> tuple[Cache, Callable[[], Cache]]:
     """Returns the shardings of a run's cache, and what makes an empty one."""
-    sizes, dtype, partition = run.sizes, run.compute_dtype, run.partition
+    sizes = run.sizes
+    dtype = run.compute_dtype
     delta = delta_shapes(sizes, rows, dtype)
     layers = len(sizes.attention_windows)
-    shape = layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
-    cache, members = (
-        cache_shardings(partition, shape, delta),
-        partition.shards("sequence"),
-    )
+    shape = (layers, rows, slots, sizes.num_kv_heads, sizes.head_dim)  # Y, B, S, K, D
+    shardings = cache_shardings(run.partition, shape, delta)
+    members = run.partition.shards("sequence")
     empty = functools.partial(caches.empty_cache, shape, dtype, members, delta)
-    return cache, jax.jit(empty, out_shardings=cache)
+    return shardings, jax.jit(empty, out_shardings=shardings)
 
 
 def _block(scores: int, slots: int) -> int:
@@ -178,10 +178,17 @@ def _programs(
     run: TextRun, sampling: Sampling, samples: int
 ) -> tuple[Callable, Callable]:
     """Builds prefill and step of `Generator`, to be compiled."""
-    mesh, sequences = run.partition.mesh, run.model.structure
+    mesh = run.partition.mesh
+    sequences = run.model.structure
+    # A token's activations are few bytes, so they travel and parameters stay.
     few_tokens = run.on(StationaryPartition(mesh)).model.structure
-    operations = CachedAttention(mesh, run.partition.axes("sequence"), **run.scores)
-    ring, mask = run.attention, run.mask
+    # Its bounds may be any pair of arrays, as those of the cache's interface are.
+    operations = cast(
+        CacheOperations,
+        CachedAttention(mesh, run.partition.axes("sequence"), **run.scores),
+    )
+    ring = run.attention
+    mask = run.mask
 
     def draw(
         parameters: Any, last: Array, index: Array, seed: Array
@@ -201,15 +208,15 @@ def _programs(
     def prefill(
         parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
     ) -> tuple[Cache, Array, Array]:
-        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
+        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)  # (B,)
         prompts = mask.of_prompts(lengths[:, None])
         visible = prompts & masks.padding(lengths[:, None])
         llama = nnx.merge(sequences, parameters)
         attend = functools.partial(ring, visible=visible)
         x = llama.embed(tokens)
-        given = x, index, cache, attend, operations, run.mix
-        hidden, cache = caches.fill(llama, *given)
-        return cache, *draw(parameters, *last_of_rows(hidden, index), seed)
+        hidden, cache = caches.fill(llama, x, index, cache, attend, operations, run.mix)
+        last, index = last_of_rows(hidden, index)  # (B, 1, E), (B, 1)
+        return cache, *draw(parameters, last, index, seed)
 
     def step(
         parameters: Any,
@@ -221,8 +228,9 @@ def _programs(
     ) -> tuple[Cache, Array, Array]:
         llama = nnx.merge(few_tokens, parameters)
         x = llama.embed(tokens)
-        given = x, index, cache, operations, mask.window, trunk, advance
-        last, cache = caches.append(llama, *given)
+        last, cache = caches.append(
+            llama, x, index, cache, operations, mask.window, trunk, advance
+        )
         if trunk is None:
             last, index = last_of_rows(last, index)
         return cache, *draw(parameters, last, index, seed)
@@ -243,7 +251,8 @@ def restored_parameters(run: TextRun) -> tuple[Any, int]:
 
 def newest_parameters(run: Run, fingerprint: Mapping[str, Any]) -> tuple[Any, int]:
     """Reads the newest parameters of a model with this fingerprint, and their step."""
-    model, dtype = run.model, run.compute_dtype
+    model = run.model
+    dtype = run.compute_dtype
     shapes = abstract_parameters(model.shapes, model.axes, run.partition)
     saved = SavedParameters(run.config.workdir)
     saved.check_model(fingerprint)

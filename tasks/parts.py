@@ -12,6 +12,9 @@ from training.optimizer import Schedule
 from training.step import Counts, LossFunction, TrainState
 from training.update import Optimizer
 
+OnMesh = Any
+"""A batch as a program takes it: JAX has no type for a tree of its arrays."""
+
 
 @dataclass(frozen=True)
 class Objective:

@@ -32,12 +32,14 @@ def compile_programs(run: Run, frozen: Any) -> Programs:
     frozen: parameters that are not trained, with which the programs are called; an
       empty tree where all are.
     """
-    config, state, batch = run.config, run.state_like, run.batch_like
+    config = run.config
+    state = run.state_like
+    batch = run.batch_like
     rest = (frozen,) if frozen else ()
     whole = state.step.sharding
     train_step = run.train_step().lower(state, batch, *rest).compile()
     evaluate = make_evaluate_step(run.held_out.loss_sum, run.held_out.count)
-    options = compiler_options(whole.mesh.devices.flat[0].device_kind)
+    options = compiler_options(run.partition.mesh.devices.flat[0].device_kind)
     evaluate = jax.jit(evaluate, out_shardings=whole, compiler_options=options)
     if config.train.validation_batches:
         evaluate = evaluate.lower(state.params, batch, *rest).compile()
@@ -47,13 +49,14 @@ def compile_programs(run: Run, frozen: Any) -> Programs:
 
     if not config.guard.replay:
         return Programs(beside(train_step), beside(evaluate), None)
+    # Not compiled ahead: few runs ever replay a step.
     replay = make_replay(
         run.objective.loss_sum,
         microbatches=config.train.microbatches,
         count=run.objective.count,
     )
     replay = jax.jit(replay, out_shardings=whole, compiler_options=options)
-    return Programs(*map(beside, (train_step, evaluate, replay)))
+    return Programs(beside(train_step), beside(evaluate), beside(replay))
 
 
 def first_state(run: Run, data: Data, say: Callable[[str], None]) -> TrainState:

@@ -44,19 +44,19 @@ def abstract_state(
     shapes: of `state_shapes`. axes: names of the parameters' axes.
     """
 
-    placed = functools.partial(_placed, partition)
+    sharded = functools.partial(_sharded, partition)
 
-    def param_placed(path: tuple, shape: Any, names: Axes) -> Any:
+    def of_parameter(path: tuple, shape: Any, names: Axes) -> Any:
         is_far = optimizer.layers_on_host and path[0].key == STACKED
-        return placed(shape, names, is_far)
+        return sharded(shape, names, is_far)
 
-    state_placed = functools.partial(placed, on_host=optimizer.on_host)
+    of_state = functools.partial(sharded, on_host=optimizer.on_host)
     state_axes = optimizer.axes(shapes.optimizer_state, axes)
     return TrainState(
-        step=placed(shapes.step),
-        params=jax.tree_util.tree_map_with_path(param_placed, shapes.params, axes),
-        optimizer_state=jax.tree.map(state_placed, shapes.optimizer_state, state_axes),
-        guard=jax.tree.map(placed, shapes.guard),
+        step=sharded(shapes.step),
+        params=jax.tree_util.tree_map_with_path(of_parameter, shapes.params, axes),
+        optimizer_state=jax.tree.map(of_state, shapes.optimizer_state, state_axes),
+        guard=jax.tree.map(sharded, shapes.guard),
     )
 
 
@@ -67,15 +67,15 @@ def abstract_frozen(model: Model, partition: Partition) -> Any:
 
 def abstract_parameters(shapes: Any, axes: Any, partition: Partition) -> Any:
     """Returns parameters' shapes and types with the sharding of their axes."""
-    return jax.tree.map(functools.partial(_placed, partition), shapes, axes)
+    return jax.tree.map(functools.partial(_sharded, partition), shapes, axes)
 
 
-def _placed(
+def _sharded(
     partition: Partition,
-    shape: jax.ShapeDtypeStruct,
+    shape: jax.Array | jax.ShapeDtypeStruct,
     names: Axes = (),
     on_host: bool = False,
-) -> jax.ShapeDtypeStruct:
+) -> Any:
     """Returns a shape with the sharding of its axes; matrices on the host, if asked."""
     sharding = partition.sharding(names or (None,) * shape.ndim, shape.shape)
     if on_host and shape.ndim > 1:
@@ -104,11 +104,11 @@ def identity(sizes: Any, always: Sequence[str] = ()) -> dict[str, Any]:
     Without those of PARTS that have their default, as in checkpoints from before there
     were such parts; but with those of `always`.
     """
-    found = {}
+    values = {}
     for field in dataclasses.fields(sizes):
         value = getattr(sizes, field.name)
         is_optional = field.name in PARTS and field.name not in always
         if not (is_optional and value == field.default):
             is_nested = dataclasses.is_dataclass(value)
-            found[field.name] = identity(value) if is_nested else value
-    return found
+            values[field.name] = identity(value) if is_nested else value
+    return values

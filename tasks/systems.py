@@ -122,9 +122,9 @@ def partition(config: ConfigDict, devices: Sequence[jax.Device]) -> Partition:
       ValueError: as `mesh_shape`.
     """
     mesh = make_mesh(mesh_shape(config, len(devices)), devices)
-    data, sharers = config.data, len(devices) // mesh.shape["tensor"]
-    tokens = data.batch_rows * data.context_tokens
-    tokens //= sharers * max(1, config.train.microbatches)
+    shards = len(devices) // mesh.shape["tensor"]
+    tokens = config.data.batch_rows * config.data.context_tokens
+    tokens //= shards * max(1, config.train.microbatches)
     chip = chips.find(devices[0].device_kind)
     return Partition(mesh, config.overlap_parameters and permutes_hide(chip, tokens))
 
@@ -225,22 +225,23 @@ def chosen_execution(
     Raises:
       ValueError: as `check_execution`.
     """
-    said, tensor = check_execution(config), kept.tensor
+    execution = check_execution(config)
     choose = functools.partial(choose_chunk, kept.tokens, device=device)
 
     def keeping(policy: str) -> Execution:
-        chunk, is_chunked = said.feed_forward_chunk, attention_system(config).chunked
+        chunk = execution.feed_forward_chunk
+        is_chunked = attention_system(config).chunked
         if chunk == 0 and is_chunked and policy not in KEEP_PRODUCTS:
             # Gate, up, their product, and the gradients of the three.
             width = 6 * kept.itemsize * config.model.feed_forward_size
-            chunk = choose(token_bytes=width // tensor)
-        return dataclasses.replace(said, remat=policy, feed_forward_chunk=chunk)
+            chunk = choose(token_bytes=width // kept.tensor)
+        return dataclasses.replace(execution, remat=policy, feed_forward_chunk=chunk)
 
     budget = config.remat_budget_gib * 2**30
-    (policy, _), *last = kept.climb(said.remat, budget)
+    (policy, _), *last = kept.climb(execution.remat, budget)
     run = keeping(policy)
-    if vocab_size and not said.loss_chunk:  # logits and their gradients, float32
-        chunk = choose(token_bytes=8 * vocab_size // tensor)
+    if vocab_size and not execution.loss_chunk:  # logits, their gradients, float32
+        chunk = choose(token_bytes=8 * vocab_size // kept.tensor)
         run = dataclasses.replace(run, loss_chunk=chunk)
     for policy, layers in last:
         run = dataclasses.replace(run, last_layers=(keeping(policy), layers))
@@ -252,4 +253,6 @@ def device_of(mesh: Mesh | AbstractMesh) -> Device | None:
     if not isinstance(mesh, Mesh):
         return None
     chip = chips.find(mesh.devices.flat[0].device_kind)
-    return chip and Device(chip.hbm_bytes, chip.peak_flops / chip.hbm_bytes_per_second)
+    if chip is None:
+        return None
+    return Device(chip.hbm_bytes, chip.peak_flops / chip.hbm_bytes_per_second)

@@ -129,7 +129,8 @@ def check_skipped(
 
 def outcome(step: int, metrics: Mapping[str, float]) -> str:
     """Describes what a step gave, in a few words."""
-    loss, norm = metrics["loss"], metrics["grad_norm"]
+    loss = metrics["loss"]
+    norm = metrics["grad_norm"]
     return f"loss {loss:.4g} and gradients of norm {norm:.4g} at step {step}"
 
 
