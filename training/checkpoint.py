@@ -76,7 +76,8 @@ class Checkpoints:
         Raises:
           OSError: if the directory cannot be made or written to.
         """
-        self._fingerprint = json.loads(json.dumps(dict(fingerprint)))  # as restored
+        # As JSON gives it back: a tuple becomes a list, which is another value.
+        self._fingerprint = json.loads(json.dumps(dict(fingerprint)))
         self.record = {}
         self._say = say
         self._sleep = sleep
@@ -153,8 +154,7 @@ class Checkpoints:
         restored, damages = self._newest_good(read)
         if restored is None:
             raise FileNotFoundError(f"no checkpoint in {self.directory} to restore")
-        # Only now that an older step is read: else a fault of the reader, which damages
-        # every step alike, would move all of them away.
+        # Only once a good step is read: a reader's own fault would move all of them away.
         for damaged, damage in damages.items():
             self._set_aside(damaged, "is damaged", damage)
         self._latest_is_ours = True
@@ -191,9 +191,8 @@ class Checkpoints:
         self._saving = step
         self._newest.rotates = rotate
         try:
-            items = ocp.args.Composite(
-                state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
-            )
+            arrays = ocp.args.StandardSave(state)
+            items = ocp.args.Composite(state=arrays, meta=ocp.args.JsonSave(meta))
             self._manager.save(step, force=True, args=items)
         except Exception as error:
             self._fail(step, error)
@@ -210,7 +209,8 @@ class Checkpoints:
         doubted = [stored for stored in self._newest_first() if stored.step >= first]
         # One process may see a bucket's listing late: the first decides for all, or
         # they would restore different steps.
-        again = any((self._damaged / str(stored.step)).exists() for stored in doubted)
+        damaged = self.directory / DAMAGED
+        again = any((damaged / str(stored.step)).exists() for stored in doubted)
         if len(doubted) < len(self._manager.all_steps()) and not first_says(again):
             for stored in doubted:
                 self._set_aside(stored, "is not trusted", why)
@@ -239,6 +239,7 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Waits for the save under way, and records its failure."""
+        # A save fails in a thread: its error is raised here, or else at the next save.
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -250,16 +251,15 @@ class Checkpoints:
 
     def _fail(self, step: int | None, error: Exception) -> None:
         """Logs a failed save; raises OSError at the second in a row."""
-        directory = self.directory
         self._saving = None
         self._half_saved.add(step)
         # It would raise late errors of this save at the next, and has struck out the
         # steps that it was going to delete.
-        self._manager = open_manager(directory, self._newest, cleans=False)
+        self._manager = open_manager(self.directory, self._newest, cleans=False)
         newest = self.latest_step()
         kept = "none" if newest is None else f"step {newest}"
         self._failures.append(
-            f"step {step} was NOT saved in {directory}: {type(error).__name__}: "
+            f"step {step} was NOT saved in {self.directory}: {type(error).__name__}: "
             f"{error}; newest checkpoint: {kept}"
         )
         if len(self._failures) > 1:
@@ -270,8 +270,7 @@ class Checkpoints:
 
     def _clear_half_saved(self) -> None:
         """Removes what failed saves have written under temporary names."""
-        is_first = jax.process_index() == 0
-        for step in self._half_saved if is_first else ():
+        for step in self._half_saved if jax.process_index() == 0 else ():
             for rest in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 # Of a file still open somewhere; the next run removes it.
                 with contextlib.suppress(OSError):
@@ -313,14 +312,10 @@ class Checkpoints:
             )
         return None, damages
 
-    @property
-    def _damaged(self) -> epath.Path:
-        return self.directory / DAMAGED
-
     def _set_aside(self, stored: StoredStep, what: str, why: object) -> None:
         """Moves a step out of the way; deletes nothing."""
         step = stored.step
-        damaged = self._damaged
+        damaged = self.directory / DAMAGED
         self._say(f"WARNING: step {step} {what} and moves to {damaged}: {why}")
         if jax.process_index() == 0:
             damaged.mkdir(exist_ok=True)
@@ -362,9 +357,8 @@ class Manager(ocp.CheckpointManager):
         infos = super()._load_checkpoint_infos(*args, **options)
         listed_steps = {str(info.step) for info in infos}
         for path in paths:
-            if not STEP.fullmatch(path.name) or path.name in listed_steps:
-                continue
-            if _is_finished(path):
+            is_dropped = STEP.fullmatch(path.name) and path.name not in listed_steps
+            if is_dropped and _is_finished(path):
                 raise OSError(f"{path} is there, but could not be looked at")
         return infos
 

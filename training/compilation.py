@@ -90,6 +90,7 @@ def kept_in(directory: str, say: Callable[[str], None] = print) -> Iterator[None
     try:
         for name, value in settings.items():
             jax.config.update(name, value)
+        # JAX opens a cache once, and would go on with the one that it has.
         compilation_cache.reset_cache()
         compilation_cache._cache = Programs(directory, say)
         yield

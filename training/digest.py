@@ -54,6 +54,7 @@ def not_finite(by_name: Mapping[str, Digest]) -> str:
 def device_digest(tree: Any) -> jax.Array:
     """Computes one uint32 for a whole tree, left on the devices."""
     here = jax.device_put(tree, jax.memory.Space.Device)  # some may be on the host
+    # A digest of digests, not their sum: arrays that change places are seen.
     words = [digest(leaf) for leaf in jax.tree.leaves(here)]
     return digest(jnp.stack(words))
 

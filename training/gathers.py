@@ -42,6 +42,7 @@ class Way:
     def whole(self, shard: jax.Array) -> jax.Array:
         """Gathers a parameter, rounded before it travels."""
         whole = shard.astype(self.dtype)
+        # In reverse: in any other order shards would come back permuted.
         for name, groups in reversed(self.stages):
             whole = lax.all_gather(
                 whole, name, axis=self.axis, axis_index_groups=groups, tiled=True
@@ -155,6 +156,7 @@ class Line:
         for line in self.groups:
             for i in range(self.size):
                 pairs.append((line[i], line[(i + sign) % self.size]))
+        # By this name readers of a compiled program tell it from a ring's transfers.
         with jax.named_scope(SCOPE):
             return lax.ppermute(x, self.name, pairs)
 

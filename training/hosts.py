@@ -99,6 +99,7 @@ def _check_address(coordinator: str, count: int, index: int) -> None:
     if index:
         return
     with socket.socket() as probe:  # JAX would share the port of another program
+        # Else a port that a run has just left would count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))

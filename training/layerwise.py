@@ -241,6 +241,8 @@ class Layerwise:
             state: Any,
         ) -> tuple[Any, Any]:
             """Returns the new parameters and state of one layer, or of the rest."""
+            # One for parameters, one for moments: rounded by the same bits both would
+            # err in the same elements.
             keys = jax.random.split(jax.random.fold_in(key, number))
             grads = jax.tree.map(lambda g: factor * g, self._matrices(grads))
             wide = self._matrices(params)
@@ -274,6 +276,7 @@ class Layerwise:
         layers, layers_state = lax.fori_loop(0, count, through, (layers, state.layers))
         spaces = jax.tree.map(lambda x: jax.typeof(x).memory_space, state.rest)
         rest_state = jax.device_put(state.rest, jax.memory.Space.Device)
+        # Numbered after the layers: its random bits are those of none of them.
         rest, rest_state = make(self.of_rest, count, rest_grads, rest, rest_state)
         rest_state = jax.tree.map(jax.device_put, rest_state, spaces)
         # A skipped update is not counted, as in optax's states: else schedule and bias

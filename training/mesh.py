@@ -210,9 +210,8 @@ class Partition:
             return axes
         if name == "embed":
             dividing = [axis for axis in axes if size % self.mesh.shape[axis] == 0]
-            if not dividing:
-                return ()
-            return (max(dividing, key=lambda axis: self.mesh.shape[axis]),)
+            dividing.sort(key=lambda axis: -self.mesh.shape[axis])
+            return tuple(dividing[:1])
         raise ValueError(
             f"{size} {name} do not divide over the mesh's axes {', '.join(axes)} "
             f"({self.shards(axes)} shards): change config.mesh or the model's sizes"
@@ -255,11 +254,10 @@ class Partition:
         result = PartitionSpec(*(self.axes(name) or None for name in result_names))
 
         def call(*arrays: jax.Array) -> jax.Array:
-            specs = []
-            for axes, x in zip(names, arrays, strict=True):
-                specs.append(self.spec(axes, x.shape))
+            named = zip(names, arrays, strict=True)
+            specs = tuple(self.spec(axes, x.shape) for axes, x in named)
             sharded = jax.shard_map(
-                function, mesh=self.mesh, in_specs=tuple(specs), out_specs=result
+                function, mesh=self.mesh, in_specs=specs, out_specs=result
             )
             return sharded(*arrays)
 
@@ -320,17 +318,14 @@ class Partition:
         but: logical axes over which it remains the same, as does what it is used with.
         """
         kept = set(jax.typeof(x).manual_axis_type.varying)
-        for name in but:
-            kept.update(self.axes(name))
+        kept.update(*map(self.axes, but))
         same = tuple(axis for axis in self.mesh.axis_names if axis not in kept)
         return jax.lax.pcast(x, same, to="varying") if same else x
 
     def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
         """Sums, inside `over_shards`, over the mesh axes of these logical axes."""
-        axes: tuple[str, ...] = ()
-        for name in names:
-            axes += self.axes(name)
-        return jax.lax.psum(x, axes)
+        axes = [axis for name in names for axis in self.axes(name)]
+        return jax.lax.psum(x, tuple(axes))
 
     def largest(self, x: jax.Array, name: str) -> jax.Array:
         """Takes, inside `over_shards`, the maximum over a logical axis; no gradient."""

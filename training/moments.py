@@ -61,6 +61,7 @@ def encode(x: jax.Array, moment: str, axis: int, word: jax.Array) -> Blocks:
     largest = jnp.abs(blocks).max(axis + 1, keepdims=True)
     scales = largest / jnp.float32(info.max)
     bits = random_bits(word, x.shape).reshape(blocks.shape)
+    # A block of zeros has scale 0, and 0 / 0 would be nan.
     values = blocks / jnp.where(scales > 0, scales, 1)
     if moment == "nu":
         least = jnp.float32(info.smallest_subnormal)

@@ -141,6 +141,7 @@ def make_optimizer(
         mask=decayed,
     )
     storage = settings.storage
+    # The seed aside, which is of rounding alone.
     if settings.name == "adamw" and storage == Storage(seed=storage.seed):
         clip = optax.clip_by_global_norm(settings.clip_norm)
         return AtOnce(optax.chain(clip, adamw)), schedule

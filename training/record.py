@@ -82,6 +82,7 @@ def continued(
                 f"step {step} was saved without its settings, by an older program: "
                 "what has changed since is not known"
             )
+    # The first process's: each of them would draw another one.
     name = newest.get(RUN) or f"{first_says(secrets.randbits(31)):08x}"
     return {RUN: name, SETTINGS: dict(settings)}
 
@@ -152,6 +153,8 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _program() -> dict[str, str]:
     """Returns what decides, beside its settings, which programs a run compiles."""
+    # Sources too: after a pull on one host alone all of them train together, by programs
+    # that differ.
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     files = []

@@ -49,6 +49,7 @@ class Report:
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step that runs, and reports on the one before."""
+        # One step behind: waiting for this one would leave the devices idle.
         self.flush()
         end = self._timer.submit(self.throughput.wait, metrics)
         self._pending = step, metrics, end
@@ -62,7 +63,7 @@ class Report:
         if self._pending is None:
             return
         step, arrays, end = self._pending
-        self._pending = None
+        self._pending = None  # first, as what raises here must not be reported again
         arrays = jax.device_get(dict(arrays))
         parts = _named(self.parts, arrays.pop("loss_parts", ()))
         metrics = {name: float(x) for name, x in arrays.items()} | parts

@@ -182,6 +182,7 @@ class StoredStep:
         return dict(meta)
 
     def _check(self, meta: Any) -> None:
+        # Before any of it is used: a digit that changed is another step, or model.
         if not isinstance(meta, dict) or meta.keys().isdisjoint({LEAVES, CHECKSUM}):
             raise DamagedStep(
                 f"{self.directory / META} has no {CHECKSUM!r}: it was replaced, or not "

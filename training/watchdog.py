@@ -52,6 +52,8 @@ class Watchdog:
         if self._begun is not None:
             self._longest = max(self._longest, now - self._begun)
         self._begun = now
+        # Until a step is timed the limit is that of what takes long once. Ten times the
+        # longest, so that a limit set for short steps ends no run of long ones.
         usual = self.step_seconds and max(self.step_seconds, 10 * self._longest)
         self._arm(usual if self._longest else self.first_step_seconds)
 

@@ -68,6 +68,7 @@ class SavedParameters:
         self._workdir = workdir
         self._stored = self._newest()
         self._of_newest(self._read_meta)
+        # Hosts with other files under one path would train the mean of two models.
         agreed(lambda: {f"the parameters of {workdir}": str(self)})
 
     def _of_newest[T](self, read: Callable[[], T]) -> T:
@@ -82,6 +83,8 @@ class SavedParameters:
                 refused = self._stored
                 error = damage
                 self._stored = self._newest()
+                # Damaged, and not rotated away, on every process: one that reads on
+                # while others stop would hold another step, or wait for them.
                 if all_agree(self._stored.step == refused.step):
                     break
         raise ValueError(
