@@ -154,7 +154,7 @@ class Checkpoints:
         restored, damages = self._newest_good(read)
         if restored is None:
             raise FileNotFoundError(f"no checkpoint in {self.directory} to restore")
-        # Only once a good step is read: a reader's own fault would move all of them away.
+        # Only once a good step is read: a reader's own fault would move all steps away.
         for damaged, damage in damages.items():
             self._set_aside(damaged, "is damaged", damage)
         self._latest_is_ours = True

@@ -57,11 +57,7 @@ class Storage:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        known = {
-            "moments": MOMENTS,
-            "parameters": PARAMETERS,
-            "placement": PLACEMENTS,
-        }
+        known = {"moments": MOMENTS, "parameters": PARAMETERS, "placement": PLACEMENTS}
         check_names(self, known)
 
 

@@ -153,7 +153,7 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _program() -> dict[str, str]:
     """Returns what decides, beside its settings, which programs a run compiles."""
-    # Sources too: after a pull on one host alone all of them train together, by programs
+    # Sources too: after a pull on one host alone all would train together, by programs
     # that differ.
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
