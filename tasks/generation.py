@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from data.document_mask import DocumentMask
 from kernels import masks
 from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
@@ -111,7 +113,7 @@ def generator(
         donate_argnums=1,  # the cache: two of them might not fit
         compiler_options=compiler_options(partition.mesh.devices.flat[0].device_kind),
     )
-    prefill, step = _programs(run, sampling, samples)
+    programs = TextPrograms.of(run, sampling, samples)
 
     def to_mesh(x: np.ndarray) -> Array:
         sharding = partition.sharding(("batch", "sequence"), x.shape)
@@ -124,8 +126,8 @@ def generator(
     is_whole = run.mask.prefix or sizes.delta_convolution
     return Generator(
         empty=empty,
-        prefill=compiled(prefill),
-        step=compiled(step),
+        prefill=compiled(programs.prefill),
+        step=compiled(programs.step),
         cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
         place=to_mesh,
         order=lambda length: order(layout, ring_size, length),
@@ -174,51 +176,57 @@ def _block(scores: int, slots: int) -> int:
     return 1 << max(most, 1).bit_length() - 1
 
 
-def _programs(
-    run: TextRun, sampling: Sampling, samples: int
-) -> tuple[Callable, Callable]:
-    """Builds prefill and step of `Generator`, to be compiled."""
-    mesh = run.partition.mesh
-    sequences = run.model.structure
-    # A token's activations are few bytes, so they travel and parameters stay.
-    few_tokens = run.on(StationaryPartition(mesh)).model.structure
-    # Its bounds may be any pair of arrays, as those of the cache's interface are.
-    operations = cast(
-        CacheOperations,
-        CachedAttention(mesh, run.partition.axes("sequence"), **run.scores),
-    )
-    ring = run.attention
-    mask = run.mask
+@dataclass(frozen=True, eq=False)
+class TextPrograms:
+    """Prefill and step of `Generator`, to be compiled.
 
-    def draw(
-        parameters: Any, last: Array, index: Array, seed: Array
-    ) -> tuple[Array, Array]:
-        """Returns the tokens behind the last ones, and their index: (B, samples).
+    sequences, few_tokens: the model for whole prompts in the ring, and for tokens that
+      are appended: their activations are few bytes, so they travel to the parameters.
+    """
 
-        last, index: (B, 1 or samples, E), (B, 1 or samples).
-        """
-        scores = nnx.merge(few_tokens, parameters).logits(last)
-        shape = len(index), samples
-        scores = jnp.broadcast_to(scores, (*shape, scores.shape[-1]))
-        following = jnp.broadcast_to(index + 1, shape)
-        keys = row_keys(seed, following.size).reshape(shape[::-1]).T
-        of_rows = jax.vmap(functools.partial(sample, sampling=sampling))
-        return of_rows(scores, keys, following), following
+    sequences: nnx.GraphDef
+    few_tokens: nnx.GraphDef
+    operations: CacheOperations
+    attention: Callable[..., Array]
+    mix: Callable[..., Any]
+    mask: DocumentMask
+    sampling: Sampling
+    samples: int
+
+    @classmethod
+    def of(cls, run: TextRun, sampling: Sampling, samples: int) -> Self:
+        mesh = run.partition.mesh
+        axes = run.partition.axes("sequence")
+        operations = CachedAttention(mesh, axes, **run.scores)
+        return cls(
+            sequences=run.model.structure,
+            few_tokens=run.on(StationaryPartition(mesh)).model.structure,
+            # Its bounds may be any pair of arrays, as the cache's interface has them.
+            operations=cast(CacheOperations, operations),
+            attention=run.attention,
+            mix=run.mix,
+            mask=run.mask,
+            sampling=sampling,
+            samples=samples,
+        )
 
     def prefill(
-        parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
+        self, parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
     ) -> tuple[Cache, Array, Array]:
         lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)  # (B,)
-        prompts = mask.of_prompts(lengths[:, None])
+        prompts = self.mask.of_prompts(lengths[:, None])
         visible = prompts & masks.padding(lengths[:, None])
-        llama = nnx.merge(sequences, parameters)
-        attend = functools.partial(ring, visible=visible)
-        x = llama.embed(tokens)
-        hidden, cache = caches.fill(llama, x, index, cache, attend, operations, run.mix)
+        model = nnx.merge(self.sequences, parameters)
+        attend = functools.partial(self.attention, visible=visible)
+        x = model.embed(tokens)
+        hidden, cache = caches.fill(
+            model, x, index, cache, attend, self.operations, self.mix
+        )
         last, index = last_of_rows(hidden, index)  # (B, 1, E), (B, 1)
-        return cache, *draw(parameters, last, index, seed)
+        return cache, *self._draw(parameters, last, index, seed)
 
     def step(
+        self,
         parameters: Any,
         cache: Cache,
         tokens: Array,
@@ -226,16 +234,30 @@ def _programs(
         seed: Array,
         trunk: Array | None = None,
     ) -> tuple[Cache, Array, Array]:
-        llama = nnx.merge(few_tokens, parameters)
-        x = llama.embed(tokens)
+        model = nnx.merge(self.few_tokens, parameters)
+        x = model.embed(tokens)
+        window = self.mask.window
         last, cache = caches.append(
-            llama, x, index, cache, operations, mask.window, trunk, advance
+            model, x, index, cache, self.operations, window, trunk, advance
         )
         if trunk is None:
             last, index = last_of_rows(last, index)
-        return cache, *draw(parameters, last, index, seed)
+        return cache, *self._draw(parameters, last, index, seed)
 
-    return prefill, step
+    def _draw(
+        self, parameters: Any, last: Array, index: Array, seed: Array
+    ) -> tuple[Array, Array]:
+        """Returns the tokens behind the last ones, and their index: (B, samples).
+
+        last, index: (B, 1 or samples, E), (B, 1 or samples).
+        """
+        scores = nnx.merge(self.few_tokens, parameters).logits(last)
+        shape = len(index), self.samples
+        scores = jnp.broadcast_to(scores, (*shape, scores.shape[-1]))
+        following = jnp.broadcast_to(index + 1, shape)
+        keys = row_keys(seed, following.size).reshape(shape[::-1]).T
+        of_rows = jax.vmap(functools.partial(sample, sampling=self.sampling))
+        return of_rows(scores, keys, following), following
 
 
 def restored_parameters(run: TextRun) -> tuple[Any, int]:

@@ -189,13 +189,13 @@ def ring_passes(run: Run, chip: Chip) -> list[Pass]:
 
 def _layer_passes(run: Run) -> Iterator[tuple[int, int, str]]:
     """Yields, of layers that are run alike, times in a step, window and direction."""
-    kinds = run.sizes.layer_kinds
+    layer_kinds = run.sizes.layer_kinds
     microbatches = run.config.train.microbatches
     first = 0
-    for settings, count in run.execution.runs(len(kinds)):
+    for settings, count in run.execution.runs(len(layer_kinds)):
         # Twice where the backward runs the ring of the forward again.
         forwards = 2 if settings.remat in RERUN else 1
-        alike = kinds[first : first + count]
+        alike = layer_kinds[first : first + count]
         windows = Counter(kind.window for kind in alike if not kind.is_delta)
         for window, layers in windows.items():
             yield forwards * layers * microbatches, window, "forward"

@@ -229,56 +229,60 @@ class Layerwise:
         # From the count alone: a run that resumes rounds as it would have undisturbed.
         key = jax.random.fold_in(jax.random.key(self.storage.seed), state.count)
 
-        def make(
-            transformation: optax.GradientTransformation,
-            number: jax.Array | int,
-            grads: Any,
-            params: Any,
-            state: Any,
-        ) -> tuple[Any, Any]:
-            """Returns the new parameters and state of one layer, or of the rest."""
-            # One for parameters, one for moments: rounded by the same bits both would
-            # err in the same elements.
-            keys = jax.random.split(jax.random.fold_in(key, number))
-            grads = jax.tree.map(lambda g: factor * g, self._matrices(grads))
-            wide = self._matrices(params)
-            update = standard_promotion(transformation.update)
-            updates, new = update(grads, decode(state), wide)
-            wide = jax.tree.map(jnp.add, wide, updates)
-            new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
-            return chosen(is_good, new, (params, state))
-
         layers, rest = _split(params)
         layer_grads, rest_grads = _split(grads)
         count = len(jax.tree.leaves(layers)[0]) if layers else 0
 
         def through(number: jax.Array, old: tuple[Any, Any]) -> tuple[Any, Any]:
-            def own(whole: jax.Array) -> jax.Array:
-                # From the host as it is there: XLA for GPUs cannot reshape it before.
-                layer = lax.dynamic_slice_in_dim(whole, number, 1)  # (1, …)
-                layer = jax.device_put(layer, jax.memory.Space.Device)
-                return lax.squeeze(layer, (0,))
-
-            def write(whole: jax.Array, own: jax.Array) -> jax.Array:
-                layer = jax.device_put(own[None], jax.typeof(whole).memory_space)
-                return lax.dynamic_update_slice_in_dim(whole, layer, number, 0)
-
-            grads, params, state = jax.tree.map(own, (layer_grads, *old))
+            take = functools.partial(_take_layer, number)
+            put = functools.partial(_put_layer, number)
+            grads, params, state = jax.tree.map(take, (layer_grads, *old))
+            own_key = jax.random.fold_in(key, number)
+            new = self._updated(
+                self.of_layer, factor, is_good, own_key, grads, params, state
+            )
             # In place: the loop carries the donated arrays, so that no second copy of
             # parameters or state exists, on the device or on the host.
-            new = make(self.of_layer, number, grads, params, state)
-            return jax.tree.map(write, old, new)
+            return jax.tree.map(put, old, new)
 
         layers, layers_state = lax.fori_loop(0, count, through, (layers, state.layers))
         spaces = jax.tree.map(lambda x: jax.typeof(x).memory_space, state.rest)
         rest_state = jax.device_put(state.rest, jax.memory.Space.Device)
         # Numbered after the layers: its random bits are those of none of them.
-        rest, rest_state = make(self.of_rest, count, rest_grads, rest, rest_state)
+        own_key = jax.random.fold_in(key, count)
+        rest, rest_state = self._updated(
+            self.of_rest, factor, is_good, own_key, rest_grads, rest, rest_state
+        )
         rest_state = jax.tree.map(jax.device_put, rest_state, spaces)
         # A skipped update is not counted, as in optax's states: else schedule and bias
         # correction would run ahead of the updates made.
         number = state.count + jnp.asarray(is_good, jnp.int32)
         return {**rest, **layers}, LayerwiseState(number, layers_state, rest_state)
+
+    def _updated(
+        self,
+        transformation: optax.GradientTransformation,
+        factor: jax.Array,
+        is_good: jax.Array | bool,
+        key: jax.Array,
+        grads: Any,
+        params: Any,
+        state: Any,
+    ) -> tuple[Any, Any]:
+        """Returns the new parameters and state of one layer, or of the rest.
+
+        factor: of the gradients, which clips them. key: of what is rounded here.
+        """
+        # One for parameters, one for moments: rounded by the same bits both would err
+        # in the same elements.
+        keys = jax.random.split(key)
+        grads = jax.tree.map(lambda g: factor * g, self._matrices(grads))
+        wide = self._matrices(params)
+        update = standard_promotion(transformation.update)
+        updates, new = update(grads, decode(state), wide)
+        wide = jax.tree.map(jnp.add, wide, updates)
+        new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
+        return chosen(is_good, new, (params, state))
 
     def axes(self, state: LayerwiseState, axes: Any) -> Any:
         named = by_keys(self.weights)
@@ -321,6 +325,20 @@ class Layerwise:
             return stochastic_round(x, random_bits(word, x.shape), jnp.bfloat16)
 
         return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _take_layer(number: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns a layer of a stacked array, on the device."""
+    # From the host as it is there: XLA for GPUs cannot reshape it before.
+    layer = lax.dynamic_slice_in_dim(whole, number, 1)  # (1, …)
+    layer = jax.device_put(layer, jax.memory.Space.Device)
+    return lax.squeeze(layer, (0,))
+
+
+def _put_layer(number: jax.Array, whole: jax.Array, layer: jax.Array) -> jax.Array:
+    """Returns a stacked array, where it is, with a layer replaced."""
+    layer = jax.device_put(layer[None], jax.typeof(whole).memory_space)
+    return lax.dynamic_update_slice_in_dim(whole, layer, number, 0)
 
 
 def _rounded(wide: Any, like: Any, key: jax.Array) -> Any:
