@@ -13,6 +13,7 @@ from data.batch import Block
 
 def host_blocks(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[Block, ...]:
     """Returns the blocks of an array [B, T] on this host's devices, each once."""
+    # Devices along tensor hold copies, which are read once.
     indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(dict.fromkeys(_block(index, shape) for index in indices))
 

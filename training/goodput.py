@@ -83,6 +83,7 @@ class Goodput:
         except (OSError, ValueError, LookupError, TypeError) as error:
             say(f"{record} is left out of the goodput, as no record: {error!r}")
             return
+        # No more than there were: those of a start on faster chips took less each.
         lost = min(lost, seconds["step"])
         for kind in KINDS:
             self.seconds[kind] += seconds[kind]

@@ -205,6 +205,7 @@ class Loop:
         self.watchdog.pause()
         pause = self.report.throughput.exclude(after=metrics)
         with pause, self.goodput.spend("evaluation"):
+            # Before each batch, as often on every process: they count these calls.
             sums = []
             while len(sums) < len(self.held_out) and not self.stop.requested():
                 batch = self.to_mesh(self.held_out[len(sums)])
@@ -226,6 +227,7 @@ class Loop:
           Whether it did. While updates are skipped there is nothing new to save, but
           for the last step; and no older step goes, as one may be from before a fault.
         """
+        # Metrics of this step, which say whether there is anything new in the state.
         self.report.flush()
         is_skipped = bool(self.report.last["skipped_in_row"])
         if is_skipped and not is_last:

@@ -146,6 +146,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     outer = axes.get("ring_outer", 1)
     inner = axes.get("ulysses", 1) * axes["tensor"]
     whole = axes["data"], axes["fsdp"], outer * axes["ring"], inner
+    # Axes in the order of RULES["sequence"]: else a row's shards change places.
     laid_out = lay_out(whole, devices, ring_parts=outer)
     types = (AxisType.Auto,) * len(axes)
     return Mesh(laid_out.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
@@ -317,8 +318,7 @@ class Partition:
 
         but: logical axes over which it remains the same, as does what it is used with.
         """
-        kept = set(jax.typeof(x).manual_axis_type.varying)
-        kept.update(*map(self.axes, but))
+        kept = jax.typeof(x).manual_axis_type.varying.union(*map(self.axes, but))
         same = tuple(axis for axis in self.mesh.axis_names if axis not in kept)
         return jax.lax.pcast(x, same, to="varying") if same else x
 

@@ -63,6 +63,7 @@ def join(process: str, **options: Any) -> None:
         try:
             jax.distributed.initialize(**options)
         except BaseException:
+            # What aborts later is no failure to find the others.
             ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
             raise
         finally:

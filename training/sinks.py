@@ -171,6 +171,7 @@ class JsonLines(Sink):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = self._clock()
+        # JSON has no nan: readers would refuse the whole line.
         points: dict[str, float | None] = {}
         for tag, value in values.items():
             points[tag] = float(value) if math.isfinite(value) else None

@@ -160,6 +160,7 @@ def make_evaluate_step(
     """Builds `evaluate(params, batch, *frozen) -> (summed losses, summed weights)`."""
 
     def evaluate(params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
+        # Sums of both: batches count by what they hold, not each as one.
         return loss_sum(params, batch, *frozen), count(batch).weights
 
     return evaluate

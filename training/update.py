@@ -76,6 +76,7 @@ class AtOnce:
         named = by_keys(axes, is_leaf=lambda x: isinstance(x, tuple))
 
         def of(path: tuple[Any, ...], leaf: Any) -> Axes:
+            # What is no parameter's, as a count, is whole on every device.
             return find(named, path) or (None,) * leaf.ndim
 
         return jax.tree_util.tree_map_with_path(of, state)

@@ -164,10 +164,12 @@ class SavedParameters:
         return self._of_newest(lambda: self._restore(abstract))
 
     def _restore(self, abstract: Any) -> Any:
+        # Again, as the step that was found may have been replaced since.
         self._read_meta()
         saved = saved_briefs(self._meta)
 
         def as_saved(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            # Asked for another type Orbax casts, and the digest is of the bits saved.
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             dtype = saved.get(f"{PARAMETERS}.{name}", "").partition("[")[0]
             return leaf.update(dtype=dtype) if dtype in FLOATS else leaf
