@@ -33,13 +33,15 @@ from tasks import run_config
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
 from tasks.layout_choice import row_lines, wrapped
-from tasks.run import Data, Run
-from tasks.state import compile_programs, first_state, guard_settings, read_frozen
+from tasks.parts import Data
+from tasks.programs import compile_programs, first_state, read_frozen
+from tasks.run import Run
+from tasks.state import guard_settings
 from tasks.systems import prepare_devices
 from tasks.task import check, check_attention, make_run, rate_change, run_settings
 from training import compilation, hosts, peers, record
 from training.checkpoint import Checkpoints
-from training.feed import place
+from training.feed import global_batch
 from training.goodput import Goodput
 from training.loop import Intervals, Loop
 from training.metrics import Throughput
@@ -117,7 +119,8 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         else:
             state = first_state(run, data, say)
         frozen = read_frozen(run, say)
-        first_step, last_step = int(state.step), config.train.steps
+        first_step = int(state.step)
+        last_step = config.train.steps
         if first_step >= last_step:  # a complete run goes on
             last_step = first_step + config.train.extra_steps
         if first_step == last_step:
@@ -150,7 +153,7 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         stack.enter_context(contextlib.closing(batches))
         loop = Loop(
             programs=programs,
-            place=lambda blocks: place(blocks, run.sharding, run.shape),
+            to_mesh=lambda blocks: global_batch(blocks, run.sharding, run.shape),
             held_out=data.validation,
             every=Intervals(
                 log=config.train.log_every_steps,
@@ -206,18 +209,21 @@ def _checkpoints(
 ) -> Iterator[Checkpoints]:
     """Opens the run's checkpoints, and checks that this run may continue from them."""
     directory = f"{config.workdir}/checkpoints"
-    kept = {"keep": config.checkpoint.keep, "fingerprint": data.fingerprint}
-    with Checkpoints(directory, **kept, say=say) as found:
-        found.check_fingerprint()
-        found.record = record.continued(
-            found.records(), settings, config.may_change, say
-        )
+    with Checkpoints(
+        directory,
+        keep=config.checkpoint.keep,
+        fingerprint=data.fingerprint,
+        say=say,
+    ) as checkpoints:
+        checkpoints.check_fingerprint()
+        saved = checkpoints.records()
+        checkpoints.record = record.continued(saved, settings, config.may_change, say)
         say(f"checkpoints: {directory}")
         for name in config.metrics:
             where = f"{config.workdir}/tensorboard"
             say(f"curves: {name}" + f" --logdir {where}" * (name == "tensorboard"))
         say(f"points: {config.workdir}/{FILE}")
-        yield found
+        yield checkpoints
 
 
 def _sinks(
@@ -250,7 +256,7 @@ def _report(
     return Report(
         say=say,
         writer=writer,
-        throughput=Throughput.of(run.partition.mesh.devices.flatten()),
+        throughput=Throughput.of(list(run.partition.mesh.devices.flat)),
         work=run.work,
         # All at once, before the first step: each by itself would wait for one.
         learning_rates=jax.device_get(rates(jnp.arange(last_step))),
@@ -283,7 +289,8 @@ def silence_writers() -> None:
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in "absl", "asyncio":
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    show_ignored, show_ended = sys.unraisablehook, threading.excepthook
+    show_ignored = sys.unraisablehook
+    show_ended = threading.excepthook
 
     def ignored(raised: Any) -> None:
         if "Event loop is closed" not in str(raised.exc_value):
@@ -293,7 +300,8 @@ def silence_writers() -> None:
         if not type(raised.thread).__module__.startswith("tensorboard."):
             show_ended(raised)
 
-    sys.unraisablehook, threading.excepthook = ignored, ended
+    sys.unraisablehook = ignored
+    threading.excepthook = ended
 
 
 @as_program

@@ -11,7 +11,7 @@ layout, so the whole state of the data is one step number. `iterate` reads ahead
 import contextlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Protocol
@@ -29,7 +29,8 @@ from kernels.layouts import Layout, order, padded_length
 class RowPlan(Protocol):
     """Interface of a plan, which cuts a corpus into rows of `length` tokens or less."""
 
-    length: int
+    @property
+    def length(self) -> int: ...
 
     @property
     def rows(self) -> int: ...
@@ -370,7 +371,7 @@ class TextBatches:
 
 def iterate(
     batches: TextBatches, first_step: int = 0, *, threads: int = 4
-) -> Iterator[tuple[int, dict[Block, Batch]]]:
+) -> Generator[tuple[int, dict[Block, Batch]], None, None]:
     """Yields (step, blocks) from `first_step` to the last, reading ahead.
 
     A run that resumes at a step reads what it would have read undisturbed. The threads
@@ -391,6 +392,6 @@ def iterate(
     return _closing(read.to_iter_dataset(options))
 
 
-def _closing(dataset: grain.IterDataset) -> Iterator:
+def _closing(dataset: grain.IterDataset) -> Generator:
     with contextlib.closing(iter(dataset)) as iterator:
         yield from iterator

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, Protocol, TextIO, cast
 
 import jax
 from absl import flags
@@ -29,6 +29,13 @@ from tasks.config_errors import fields_by_name
 
 Main = Callable[[Sequence[str] | None], int | None]
 
+
+class Program(Protocol):
+    """Runs on arguments, or those of the process; returns the exit code."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int: ...
+
+
 REFUSED = ValueError, OSError, ImportError, NotImplementedError, FloatingPointError
 """Errors that say what is wrong by themselves; others are shown with their trace."""
 
@@ -41,11 +48,15 @@ NO_MEMORY = "RESOURCE_EXHAUSTED"
 NVIDIA_GPUS = "dev/nvidia0", "dev/nvidiactl"
 TPUS = ("dev/accel[0-9]*",)
 OTHERS = "dev/vfio/[0-9]*", "dev/dxg", "dev/kfd"
-OTHERS_SAID = "TPU_NAME", "TPU_WORKER_ID", "JAX_FORCE_TPU_INIT"
-OTHERS_SAID += ("PJRT_NAMES_AND_LIBRARY_PATHS",)
+OTHERS_IN_ENVIRONMENT = (
+    "TPU_NAME",
+    "TPU_WORKER_ID",
+    "JAX_FORCE_TPU_INIT",
+    "PJRT_NAMES_AND_LIBRARY_PATHS",
+)
 
 
-def as_program(main: Main) -> Callable[[Sequence[str] | None], int]:
+def as_program(main: Main) -> Program:
     """Wraps `main(arguments)`: ends with one line and status 1 where it cannot go on.
 
     Before it begins it is settled where JAX looks for devices (see `platforms`), unless
@@ -135,12 +146,13 @@ def platforms(root: Path, environment: Mapping[str, str]) -> str | None:
         return "cuda,cpu"
     if has(TPUS):
         return "tpu,cpu"
-    is_other = has(OTHERS) or any(name in environment for name in OTHERS_SAID)
+    is_other = has(OTHERS) or not environment.keys().isdisjoint(OTHERS_IN_ENVIRONMENT)
     return None if is_other else "cpu"
 
 
 RENAMED_CONFIGS = {
-    **{name: f"configs/models.py:{name}/PLACE" for name in ("llama3_8b", "qwen3_8b")},
+    "llama3_8b": "configs/models.py:llama3_8b/PLACE",
+    "qwen3_8b": "configs/models.py:qwen3_8b/PLACE",
     "gemma3_12b": "configs/models.py:gemma3_12b/PLACE",
     "pod": "configs/models.py:SIZE/v4",
     "grow_context": "configs/models.py:olmo3_7b/h200_8k, then olmo3_7b/h200",
@@ -169,7 +181,7 @@ class Parser(argparse.ArgumentParser):
     be one of its config. Arguments that are paths are those of `place`.
     """
 
-    def __init__(self, description: str | None = None, **options: object):
+    def __init__(self, description: str | None = None, **options: Any):
         super().__init__(
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -178,7 +190,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.register("type", Path, place)
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}: see --help")
 
 
@@ -191,13 +203,15 @@ def at_least(
     """
 
     def number(text: str) -> float:
-        value, said = math.nan, repr(text)
+        value = math.nan
+        given = repr(text)
         with contextlib.suppress(ValueError):
-            value, said = kind(text), text
+            value = kind(text)
+            given = text
         if not smallest <= value <= most:
             wanted = f"a{' whole' * (kind is int)} number of at least {smallest}"
             wanted += f" and at most {most}" * (most < math.inf)
-            raise argparse.ArgumentTypeError(f"must be {wanted}, got {said}")
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {given}")
         return value
 
     return number
@@ -230,7 +244,8 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
     if chosen.workdir:
         config = run_config.read(chosen.workdir)
     elif chosen.config:
-        config = _made_by(*chosen.config.split(":", 1))
+        file, _, name = chosen.config.partition(":")
+        config = _made_by(file, name if ":" in chosen.config else None)
     else:
         raise ValueError(
             "no --config=configs/NAME.py was given, nor --workdir=DIR of a run"
@@ -238,16 +253,18 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
     for override in overrides:
         if override.startswith("--config."):
             _check_field(config, override.removeprefix("--config.").split("=", 1)[0])
-    values, command = flags.FlagValues(), ["program", *overrides]
-    options = {"flag_values": values, "sys_argv": command}
+    values = flags.FlagValues()
+    command = ["program", *overrides]
     try:
-        config_flags.DEFINE_config_dict("config", config, **options)
+        config_flags.DEFINE_config_dict(
+            "config", config, flag_values=values, sys_argv=command
+        )
         rest = values(command)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
         raise ValueError(str(error)) from error
     if rest:
         raise ValueError(f"unknown arguments {rest}: see --help and configs/base.py")
-    config = values["config"].value
+    config = cast(ConfigDict, values["config"].value)
     if config.task == "exorl" and "agent" not in config:
         raise ValueError(
             f"{config.task=} is of agents, and this config is of text: {OF_AGENTS}"
@@ -255,16 +272,18 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
     return config
 
 
-def _made_by(file: str, *name: str) -> ConfigDict:
+def _made_by(file: str, name: str | None) -> ConfigDict:
     """Returns what the file's `get_config` returns, given a name if there is one."""
     if not Path(file).is_file():
         now = RENAMED_CONFIGS.get(Path(file).stem, "one of configs/*.py")
         raise ValueError(f"there is no config {file}: give {now}")
     try:
-        config = runpy.run_path(file)["get_config"](*name)
+        get_config = runpy.run_path(file)["get_config"]
+        config = get_config() if name is None else get_config(name)
     except Exception as error:
         what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{':'.join([file, *name])}: {what}{error}") from error
+        named = file if name is None else f"{file}:{name}"
+        raise ValueError(f"{named}: {what}{error}") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(f"{file}: get_config returns {config!r}, which is no config")
     return config

@@ -31,9 +31,9 @@ def names_fields[**P, R](make: Callable[P, R]) -> Callable[P, R]:
         try:
             return make(*args, **kwargs)
         except ValueError as error:
-            raise ValueError(
-                in_words_of(getattr(args[0], "config", args[0]), str(error))
-            ) from error
+            owner: Any = args[0]
+            config = getattr(owner, "config", owner)
+            raise ValueError(in_words_of(config, str(error))) from error
 
     return named
 
@@ -43,16 +43,16 @@ def in_words_of(config: ConfigDict, text: str) -> str:
     names = {n.split(".")[-1]: f"config.{n}" for n in fields_by_name(config)}
     names |= OTHER_NAMES
 
-    def whole(found: re.Match[str]) -> str:
-        name = names[found["name"]]
-        inner = name.split(".")[1:-1]  # the section, as in `agent.chain_length`
-        is_ours = found["before"] in ("", "self.", *map("{}.".format, inner))
-        return name if is_ours else found[0]
+    def whole(match: re.Match[str]) -> str:
+        name = names[match["name"]]
+        sections = [f"{part}." for part in name.split(".")[1:-1]]  # as in `agent.heads`
+        is_ours = match["before"] in ("", "self.", *sections)
+        return name if is_ours else match[0]
 
-    known = "|".join(
-        rf"{name}\b" if "_" in name else rf"{name}(?==)"
-        for name in sorted(names, key=len, reverse=True)
-    )
+    patterns = []
+    for name in sorted(names, key=len, reverse=True):  # of two, the longer one matches
+        patterns.append(rf"{name}\b" if "_" in name else rf"{name}(?==)")
+    known = "|".join(patterns)
     return re.sub(rf"(?<![\w./-])(?P<before>(?:\w+\.)*)(?P<name>{known})", whole, text)
 
 
@@ -61,8 +61,8 @@ def fields_by_name(config: ConfigDict) -> dict[str, Any]:
     fields = {}
     for name, value in config.items():
         if isinstance(value, ConfigDict):
-            inner = fields_by_name(value).items()
-            fields |= {f"{name}.{rest}": found for rest, found in inner}
+            for inner_name, inner_value in fields_by_name(value).items():
+                fields[f"{name}.{inner_name}"] = inner_value
         else:
             fields[name] = value
     return fields

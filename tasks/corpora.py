@@ -9,7 +9,7 @@ from data.balance import Balanced
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
 from data.packed import digest
 from data.remote import place
-from data.rows import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
+from data.rows import ROW_PLANS, CorpusRows, InOrder, RowOrder, RowPlan, Shuffled
 from data.text import token_file
 from data.text.corpus import prepare_standard_library
 from data.text.token_file import TokenFile
@@ -30,18 +30,18 @@ def named(config: ConfigDict) -> dict[str, float | None]:
       ValueError: the field does not name corpora.
     """
     try:
-        found = parse_mixture(config.data.corpus) if config.data.corpus else {}
-        for directory in found:
+        weights = parse_mixture(config.data.corpus) if config.data.corpus else {}
+        for directory in weights:
             place(directory)
-        return found
+        return weights
     except (ImportError, NotImplementedError, ValueError) as error:
         raise ValueError(f"config.data.corpus={error}") from error
 
 
 def directories(config: ConfigDict) -> list[Path]:
     """Returns the corpora; prepares the default one where it is missing."""
-    found = [place(name) for name in named(config)]
-    return found or [prepare_standard_library(STANDARD_LIBRARY)]
+    paths = [place(name) for name in named(config)]
+    return paths or [prepare_standard_library(STANDARD_LIBRARY)]
 
 
 def vocab_size(config: ConfigDict) -> int:
@@ -75,11 +75,16 @@ def identify(config: ConfigDict) -> tuple[str, str, str]:
       FileNotFoundError, ValueError: the corpus is missing or damaged.
     """
     compare = config.data.compare_digests
-    found = [token_file.identify(d, compare=compare) for d in directories(config)]
-    digests, notes = zip(*found, strict=True)
-    both = {"corpora": digests, "weights": [*named(config).values()]}
-    one = digests[0] if len(digests) == 1 else digest(both)
-    return "data.corpus", one, "; ".join(filter(None, notes))
+    digests = []
+    notes = []
+    for directory in directories(config):
+        of_corpus, note = token_file.identify(directory, compare=compare)
+        digests.append(of_corpus)
+        notes.append(note)
+    whole = digests[0]
+    if len(digests) > 1:
+        whole = digest({"corpora": digests, "weights": [*named(config).values()]})
+    return "data.corpus", whole, "; ".join(filter(None, notes))
 
 
 def intervals(config: ConfigDict) -> int:
@@ -104,13 +109,14 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     """
     if config.data.rows not in ROW_PLANS:
         raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
-    found = named(config)
-    places = map(place, found or [STANDARD_LIBRARY])
-    corpora = [TokenFile.open(place, split) for place in places]
+    weights = named(config)
+    paths = map(place, weights or [STANDARD_LIBRARY])
+    corpora = [TokenFile.open(path, split) for path in paths]
     for corpus in corpora:
         corpus.check_vocabulary(vocab_size)
-    order = Shuffled(config.seed) if split == "train" else InOrder()
-    tokens, mask = config.data.context_tokens, document_mask(config)
+    order: RowOrder = Shuffled(config.seed) if split == "train" else InOrder()
+    tokens = config.data.context_tokens
+    mask = document_mask(config)
     most = max(corpus.intervals for corpus in corpora)
     if most > 1:
         where = f"config.data.corpus={config.data.corpus!r}"
@@ -121,11 +127,12 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
             )
     cut = functools.partial(ROW_PLANS[config.data.rows], length=tokens, mask=mask)
     plans = [cut(corpus, intervals=most) for corpus in corpora]
-    plan = plans[0]
+    plan: CorpusRows | MixedRows = plans[0]
     if len(plans) > 1:
         check_alike(corpora)
         counts = [each.rows for each in plans]
-        plan, order = MixedRows(plans), MixedOrder(counts, shares(found, counts), order)
+        plan = MixedRows(plans)
+        order = MixedOrder(counts, shares(weights, counts), order)
     if split == "train" and (steps := config.data.balanced_steps):
         order = Balanced(order, plan.work, config.data.batch_rows, steps)
     return plan, order
@@ -140,7 +147,8 @@ def check_trees(config: ConfigDict, trees: str) -> None:
       ValueError: the mask is not causal, layers have a window shorter than a row, or
         Gated DeltaNet.
     """
-    window, tokens = config.model.window, config.data.context_tokens
+    window = config.model.window
+    tokens = config.data.context_tokens
     wrong = ""
     if config.mask != "causal":
         wrong = f'{config.mask=} must be "causal"'

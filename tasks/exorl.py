@@ -5,8 +5,8 @@ A batch's columns are environment steps; each is four tokens of the context, or 
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from flax import nnx
 from data.agents.chains import PLACES, ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile
 from data.batch import Block
-from data.rows import InOrder, TextBatches
+from data.rows import InOrder, RowPlan, TextBatches
 from kernels import layouts
+from kernels.cost.choice import Choice
+from kernels.cost.work import Row
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
 from models.abstract import Model
@@ -28,7 +30,9 @@ from models.losses import Parts, action_errors
 from models.rope import RopeScaling
 from tasks import trajectories
 from tasks.config_errors import names_fields
-from tasks.run import Data, Objective, Run
+from tasks.layout_choice import ranked_choices, typical_rows
+from tasks.parts import Data, Objective, OnMesh
+from tasks.run import Run
 from tasks.state import identity
 from training.feed import host_blocks
 from training.metrics import StepWork
@@ -45,7 +49,7 @@ DATA_FIELDS = (
 )
 """Fields of config.data that only this task reads."""
 UNTURNED = RopeScaling("linear", factor=1e9)
-"""Angles of RoPE that are nothing at any place."""
+"""Angles of RoPE that are nothing at any position."""
 FIRST_BOUND = 4
 """Steps of a context in the first part of the held-out loss."""
 HELD_OUT_SEED = 0
@@ -63,7 +67,8 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig:
       ValueError: sizes that make no model.
       FileNotFoundError, ValueError: as `trajectories.opened`, for columns that are 0.
     """
-    agent, given = config.agent, config.model.to_dict() | config.agent.to_dict()
+    agent = config.agent
+    given = config.model.to_dict() | agent.to_dict()
     if not all(agent[name] for name in trajectories.SIZES):
         file = trajectories.opened(config)
         given |= {name: getattr(file, name) for name in trajectories.SIZES}
@@ -73,12 +78,19 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig:
     return AgentConfig(**fields, rope_scaling=scaling)
 
 
-class AgentRun(Run):
+class AgentRun(Run[AgentConfig]):
     """A run that trains an agent."""
 
-    @functools.cached_property
-    def sizes(self) -> AgentConfig:
+    def read_sizes(self) -> AgentConfig:
         return sizes(self.config)
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return self.given_rows or typical_rows(self.config)
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        return self.fixed or ranked_choices(self)[0]
 
     @functools.cached_property
     @names_fields
@@ -95,7 +107,8 @@ class AgentRun(Run):
         Raises:
           ValueError: it would cut a step.
         """
-        layout, tokens = self.system.layout, self.step_tokens
+        layout = self.system.layout
+        tokens = self.step_tokens
         if not isinstance(layout, Striped):
             return layout
         if layout.granule % tokens:
@@ -114,9 +127,12 @@ class AgentRun(Run):
     def check_batch(self) -> None:
         """Raises ValueError as `Run` does, or if no chain divides into the context."""
         super().check_batch()
-        config, agent = self.config, self.config.agent
-        parts = self.partition.ring_size, self.partition.slices
-        divisor = self.step_tokens * layouts.divisor(self.step_layout, *parts)
+        config = self.config
+        agent = config.agent
+        ring_size = self.partition.ring_size
+        slices = self.partition.slices
+        divisor = layouts.divisor(self.step_layout, ring_size, slices)
+        divisor *= self.step_tokens
         chain = self.step_tokens * agent.chain_length * agent.episode_steps
         context = config.data.context_tokens
         needed = -(-max(chain, context) // divisor) * divisor
@@ -128,34 +144,29 @@ class AgentRun(Run):
                 f"it {needed}"
             )
 
-    @functools.cached_property
-    @names_fields
-    def model(self) -> Model:
-        """The agent, without parameters.
-
-        Raises:
-          ValueError: sizes that make no model, or that do not divide over the mesh.
-        """
-        found, partition = self.sizes, self.partition
+    def build_model(self) -> Model:
+        partition = self.partition
 
         def build(key: jax.Array) -> nnx.Module:
             rngs = nnx.Rngs(params=key)
-            return Agent(found, self.execution, partition, rngs=rngs)
+            return Agent(self.sizes, self.execution, partition, rngs=rngs)
 
-        return Model.of(found, build, partition)
+        return Model.of(self.sizes, build, partition)
 
     @functools.cached_property
     def batch_like(self) -> ChainBatch:
         """Shape, dtype and sharding of a batch's arrays."""
-        sizes = dict.fromkeys(("actions", "targets"), (self.sizes.action_size,))
-        sizes["observations"] = (self.sizes.observation_size,)
-
-        def array(name: str) -> jax.ShapeDtypeStruct:
-            whole = *self.shape, *sizes.get(name, ())
+        sizes = {
+            "actions": (self.sizes.action_size,),
+            "targets": (self.sizes.action_size,),
+            "observations": (self.sizes.observation_size,),
+        }
+        arrays = []
+        for name in ChainBatch._fields:
+            shape = (*self.shape, *sizes.get(name, ()))
             dtype = jnp.int32 if name in PLACES else jnp.float32
-            return jax.ShapeDtypeStruct(whole, dtype, sharding=self.sharding)
-
-        return ChainBatch(*map(array, ChainBatch._fields))
+            arrays.append(jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding))
+        return ChainBatch._make(arrays)
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -169,36 +180,38 @@ class AgentRun(Run):
             Parts.by_position(self.shape[1], FIRST_BOUND), "positions"
         )
 
-    def _objective(self, parts: Parts, places: str) -> Objective:
-        """Builds the loss by parts. places: the batch's array that says which one."""
+    def _objective(self, parts: Parts, field: str) -> Objective:
+        """Builds the loss by parts. field: of the batch's array that says which one."""
         predict = self.predictions()
 
-        def loss_sums(parameters: Any, batch: ChainBatch) -> jax.Array:
+        def loss_sums(parameters: Any, batch: OnMesh) -> jax.Array:
             return action_errors(
                 predict(parameters, batch),
                 batch.targets,
                 batch.loss_weights,
-                getattr(batch, places),
+                getattr(batch, field),
                 actions=self.sizes.actions,
                 parts=parts,
                 partition=self.partition,
             )
 
-        def counts(batch: ChainBatch) -> Counts:
-            weights = parts.sums(batch.loss_weights, getattr(batch, places))
-            return Counts(*self.count(batch), weights)
+        def counts(batch: OnMesh) -> Counts:
+            weights = parts.sums(batch.loss_weights, getattr(batch, field))
+            tokens, pairs = self.count(batch)
+            return Counts(tokens, pairs, weights)
 
         return Objective(loss_sums, counts, parts.names)
 
-    def predictions(self) -> Callable[[Any, ChainBatch], jax.Array]:
+    def predictions(self) -> Callable[[Any, OnMesh], jax.Array]:
         """Builds (parameters, batch in layout order) -> what is predicted, [B, S, P].
 
         Raises:
           ValueError: an unknown implementation.
         """
-        attend, structure = self.attention, self.model.structure
+        attend = self.attention
+        structure = self.model.structure
 
-        def predict(parameters: Any, batch: ChainBatch) -> jax.Array:
+        def predict(parameters: Any, batch: OnMesh) -> jax.Array:
             agent = nnx.merge(structure, parameters)
             index = agent.token_index(batch.positions)
             # Padding comes last, so it is visible to no step.
@@ -207,11 +220,12 @@ class AgentRun(Run):
 
         return predict
 
-    def count(self, batch: ChainBatch) -> tuple[jax.Array, jax.Array]:
+    def count(self, batch: OnMesh) -> tuple[jax.Array, jax.Array]:
         """Returns a batch's tokens and visible pairs."""
         # Where all else is 0, only the first step of a chain is not padding.
         is_real = (batch.timesteps > 0) | (batch.ranks > 0) | (batch.positions == 0)
-        steps, tokens = is_real.sum(dtype=jnp.float32), self.step_tokens
+        steps = is_real.sum(dtype=jnp.float32)
+        tokens = self.step_tokens
         # The token at index i attends to i + 1 tokens, itself included.
         index = tokens * batch.positions[..., None]  # (B, S, 1)
         seen = index + np.arange(1, tokens + 1, dtype=np.int32)
@@ -239,8 +253,9 @@ class AgentRun(Run):
         Raises:
           ValueError: too few episodes for a chain; as `check_batch` and `episodes`.
         """
-        config, (rows, steps) = self.config, self.shape
-        sharding = self.sharding
+        config = self.config
+        rows, steps = self.shape
+        blocks = host_blocks(self.sharding, self.shape)  # checks the batch first
         chains = Chains(
             file,
             trajectories.episodes(config, file, split),
@@ -252,10 +267,16 @@ class AgentRun(Run):
             of_step_before=self.step_tokens == 1,
             multiple=steps,
         )
-        blocks, ring = host_blocks(sharding, self.shape), self.partition.ring_size
-        return TextBatches(chains, blocks, rows, self.step_layout, ring, InOrder())
+        return TextBatches(
+            cast(RowPlan, chains),  # whose rows are another NamedTuple than text's
+            blocks,
+            rows,
+            self.step_layout,
+            self.partition.ring_size,
+            InOrder(),
+        )
 
-    def validation(self, file: TrajectoryFile) -> list[dict[Block, ChainBatch]]:
+    def validation(self, file: TrajectoryFile) -> Sequence[dict[Block, Any]]:
         """Reads chains of the held-out episodes, the same at every validation.
 
         Raises:

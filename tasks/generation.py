@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from data.document_mask import DocumentMask
 from kernels import masks
 from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
@@ -20,13 +22,14 @@ from kernels.delta_attention import advance
 from kernels.layouts import divisor, order, padded_length
 from models import cache as caches
 from models.abstract import joined
-from models.cache import EMPTY, Cache, delta_shapes
+from models.cache import EMPTY, Cache, CacheOperations, delta_shapes
 from models.decode import Generator, last_of_rows
 from models.sampling import Sampling, row_keys, sample
 from models.sizes import LanguageModelConfig
 from tasks.command_line import read_config
+from tasks.programs import read_frozen
 from tasks.run import Run
-from tasks.state import abstract_parameters, read_frozen
+from tasks.state import abstract_parameters
 from tasks.systems import prepare_devices
 from tasks.text import TextRun
 from training.mesh import Partition, StationaryPartition
@@ -65,13 +68,14 @@ def cache_shardings(
     names = (None, "batch", "sequence", "kv_heads", None)
     stack = partition.sharding(names, shape)
     index = partition.sharding(names[1:3], shape[1:3])
-    state, tail = ("heads", None), (None, "heads")
-    sharded = tuple(
-        partition.sharding((None, "batch", *(tail if n else state), None), one.shape)
-        for n, one in enumerate(delta)
-    )
     whole = NamedSharding(partition.mesh, PartitionSpec())
-    return Cache(stack, stack, index, whole, sharded)
+    # The state is (Y, B, H, D, V); what the convolution reads is (Y, B, W - 1, H, …).
+    of_delta = []
+    for number, like in enumerate(delta):
+        heads = (None, "heads") if number else ("heads", None)
+        axes = (None, "batch", *heads, None)
+        of_delta.append(partition.sharding(axes, like.shape))
+    return Cache._make([stack, stack, index, whole, tuple(of_delta)])
 
 
 def generator(
@@ -90,43 +94,43 @@ def generator(
     Raises:
       ValueError: something does not divide over the mesh, or as `_check`.
     """
-    layout, partition, sizes = run.layout, run.partition, run.sizes
-    mesh, ring = partition.mesh, partition.ring_size
+    layout = run.layout
+    partition = run.partition
+    sizes = run.sizes
+    ring_size = partition.ring_size
     _check(sizes, cache_tokens, samples)
     members = partition.shards("sequence")  # that share out the cache
     # Runs of the shortest rows hold what Gated DeltaNet's convolution reads.
-    least = divisor(layout, ring, partition.slices)
+    least = divisor(layout, ring_size, partition.slices)
     least *= max(1, sizes.delta_convolution - 1)
     most = cache_tokens + members * (samples - 1)  # see `Generator.room`
-    slots = max(padded_length(layout, ring, most, partition.slices), least)
+    slots = max(padded_length(layout, ring_size, most, partition.slices), least)
     cache, empty = _empty_cache(run, rows, slots)
-    whole = NamedSharding(mesh, PartitionSpec())
-    options = compiler_options(mesh.devices.flat[0].device_kind)
-    prefill, step = (
-        jax.jit(
-            program,
-            out_shardings=(cache, whole, whole),
-            donate_argnums=1,
-            compiler_options=options,
-        )
-        for program in _programs(run, sampling, samples)
+    whole = NamedSharding(partition.mesh, PartitionSpec())
+    compiled = functools.partial(
+        jax.jit,
+        out_shardings=(cache, whole, whole),
+        donate_argnums=1,  # the cache: two of them might not fit
+        compiler_options=compiler_options(partition.mesh.devices.flat[0].device_kind),
     )
+    programs = TextPrograms.of(run, sampling, samples)
 
-    def place(x: np.ndarray) -> Array:
+    def to_mesh(x: np.ndarray) -> Array:
         sharding = partition.sharding(("batch", "sequence"), x.shape)
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
     heads = sizes.num_heads // partition.shards("heads")
     scores = slots // members * heads * -(-rows // partition.shards("batch"))
-    # A state cannot be taken back to fewer tokens.
+    # Of a prefix, tokens in the cache would have to see those that are appended later;
+    # and a state cannot be taken back to fewer tokens.
     is_whole = run.mask.prefix or sizes.delta_convolution
     return Generator(
         empty=empty,
-        prefill=prefill,
-        step=step,
+        prefill=compiled(programs.prefill),
+        step=compiled(programs.step),
         cut=jax.jit(caches.cut, out_shardings=cache, donate_argnums=0),
-        to_mesh=place,
-        order=lambda length: order(layout, ring, length),
+        to_mesh=to_mesh,
+        order=lambda length: order(layout, ring_size, length),
         divisor=least,
         rows=rows,
         slots=slots,
@@ -151,16 +155,15 @@ def _empty_cache(
     run: TextRun, rows: int, slots: int
 ) -> tuple[Cache, Callable[[], Cache]]:
     """Returns the shardings of a run's cache, and what makes an empty one."""
-    sizes, dtype, partition = run.sizes, run.compute_dtype, run.partition
+    sizes = run.sizes
+    dtype = run.compute_dtype
     delta = delta_shapes(sizes, rows, dtype)
     layers = len(sizes.attention_windows)
-    shape = layers, rows, slots, sizes.num_kv_heads, sizes.head_dim
-    cache, members = (
-        cache_shardings(partition, shape, delta),
-        partition.shards("sequence"),
-    )
+    shape = (layers, rows, slots, sizes.num_kv_heads, sizes.head_dim)  # Y, B, S, K, D
+    shardings = cache_shardings(run.partition, shape, delta)
+    members = run.partition.shards("sequence")
     empty = functools.partial(caches.empty_cache, shape, dtype, members, delta)
-    return cache, jax.jit(empty, out_shardings=cache)
+    return shardings, jax.jit(empty, out_shardings=shardings)
 
 
 def _block(scores: int, slots: int) -> int:
@@ -173,44 +176,57 @@ def _block(scores: int, slots: int) -> int:
     return 1 << max(most, 1).bit_length() - 1
 
 
-def _programs(
-    run: TextRun, sampling: Sampling, samples: int
-) -> tuple[Callable, Callable]:
-    """Builds prefill and step of `Generator`, to be compiled."""
-    mesh, sequences = run.partition.mesh, run.model.structure
-    few_tokens = run.on(StationaryPartition(mesh)).model.structure
-    operations = CachedAttention(mesh, run.partition.axes("sequence"), **run.scores)
-    ring, mask = run.attention, run.mask
+@dataclass(frozen=True, eq=False)
+class TextPrograms:
+    """Prefill and step of `Generator`, to be compiled.
 
-    def draw(
-        parameters: Any, last: Array, index: Array, seed: Array
-    ) -> tuple[Array, Array]:
-        """Returns the tokens behind the last ones, and their index: (B, samples).
+    sequences, few_tokens: the model for whole prompts in the ring, and for tokens that
+      are appended: their activations are few bytes, so they travel to the parameters.
+    """
 
-        last, index: (B, 1 or samples, E), (B, 1 or samples).
-        """
-        scores = nnx.merge(few_tokens, parameters).logits(last)
-        shape = len(index), samples
-        scores = jnp.broadcast_to(scores, (*shape, scores.shape[-1]))
-        following = jnp.broadcast_to(index + 1, shape)
-        keys = row_keys(seed, following.size).reshape(shape[::-1]).T
-        of_rows = jax.vmap(functools.partial(sample, sampling=sampling))
-        return of_rows(scores, keys, following), following
+    sequences: nnx.GraphDef
+    few_tokens: nnx.GraphDef
+    operations: CacheOperations
+    attention: Callable[..., Array]
+    mix: Callable[..., Any]
+    mask: DocumentMask
+    sampling: Sampling
+    samples: int
+
+    @classmethod
+    def of(cls, run: TextRun, sampling: Sampling, samples: int) -> Self:
+        mesh = run.partition.mesh
+        axes = run.partition.axes("sequence")
+        operations = CachedAttention(mesh, axes, **run.scores)
+        return cls(
+            sequences=run.model.structure,
+            few_tokens=run.on(StationaryPartition(mesh)).model.structure,
+            # Its bounds may be any pair of arrays, as the cache's interface has them.
+            operations=cast(CacheOperations, operations),
+            attention=run.attention,
+            mix=run.mix,
+            mask=run.mask,
+            sampling=sampling,
+            samples=samples,
+        )
 
     def prefill(
-        parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
+        self, parameters: Any, cache: Cache, tokens: Array, index: Array, seed: Array
     ) -> tuple[Cache, Array, Array]:
-        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)
-        prompts = mask.of_prompts(lengths[:, None])
+        lengths = (index != EMPTY).sum(axis=1, dtype=jnp.int32)  # (B,)
+        prompts = self.mask.of_prompts(lengths[:, None])
         visible = prompts & masks.padding(lengths[:, None])
-        llama = nnx.merge(sequences, parameters)
-        attend = functools.partial(ring, visible=visible)
-        x = llama.embed(tokens)
-        given = x, index, cache, attend, operations, run.mix
-        hidden, cache = caches.fill(llama, *given)
-        return cache, *draw(parameters, *last_of_rows(hidden, index), seed)
+        model = nnx.merge(self.sequences, parameters)
+        attend = functools.partial(self.attention, visible=visible)
+        x = model.embed(tokens)
+        hidden, cache = caches.fill(
+            model, x, index, cache, attend, self.operations, self.mix
+        )
+        last, index = last_of_rows(hidden, index)  # (B, 1, E), (B, 1)
+        return cache, *self._draw(parameters, last, index, seed)
 
     def step(
+        self,
         parameters: Any,
         cache: Cache,
         tokens: Array,
@@ -218,15 +234,30 @@ def _programs(
         seed: Array,
         trunk: Array | None = None,
     ) -> tuple[Cache, Array, Array]:
-        llama = nnx.merge(few_tokens, parameters)
-        x = llama.embed(tokens)
-        given = x, index, cache, operations, mask.window, trunk, advance
-        last, cache = caches.append(llama, *given)
+        model = nnx.merge(self.few_tokens, parameters)
+        x = model.embed(tokens)
+        window = self.mask.window
+        last, cache = caches.append(
+            model, x, index, cache, self.operations, window, trunk, advance
+        )
         if trunk is None:
             last, index = last_of_rows(last, index)
-        return cache, *draw(parameters, last, index, seed)
+        return cache, *self._draw(parameters, last, index, seed)
 
-    return prefill, step
+    def _draw(
+        self, parameters: Any, last: Array, index: Array, seed: Array
+    ) -> tuple[Array, Array]:
+        """Returns the tokens behind the last ones, and their index: (B, samples).
+
+        last, index: (B, 1 or samples, E), (B, 1 or samples).
+        """
+        scores = nnx.merge(self.few_tokens, parameters).logits(last)
+        shape = len(index), self.samples
+        scores = jnp.broadcast_to(scores, (*shape, scores.shape[-1]))
+        following = jnp.broadcast_to(index + 1, shape)
+        keys = row_keys(seed, following.size).reshape(shape[::-1]).T
+        of_rows = jax.vmap(functools.partial(sample, sampling=self.sampling))
+        return of_rows(scores, keys, following), following
 
 
 def restored_parameters(run: TextRun) -> tuple[Any, int]:
@@ -242,7 +273,8 @@ def restored_parameters(run: TextRun) -> tuple[Any, int]:
 
 def newest_parameters(run: Run, fingerprint: Mapping[str, Any]) -> tuple[Any, int]:
     """Reads the newest parameters of a model with this fingerprint, and their step."""
-    model, dtype = run.model, run.compute_dtype
+    model = run.model
+    dtype = run.compute_dtype
     shapes = abstract_parameters(model.shapes, model.axes, run.partition)
     saved = SavedParameters(run.config.workdir)
     saved.check_model(fingerprint)

@@ -7,7 +7,7 @@ import functools
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -32,16 +32,18 @@ from kernels.ring.runs import Runs
 from kernels.ring.ulysses import share_heads
 from models.memory import RERUN
 from tasks import corpora
+from tasks.run import Run
 from tasks.systems import AUTO, document_mask
 
-if TYPE_CHECKING:
-    from tasks.run import Run
-
-DRAWN, MOST_TOKENS, SEED = 8, 1 << 23, 0
-"""Rows of the corpora that are looked at, fewer of long ones; and their seed."""
+DRAWN = 8
+"""Rows of the corpora that are looked at."""
+MOST_TOKENS = 1 << 23
+"""Of all these: fewer rows are looked at where they are long."""
+SEED = 0
+"""Of the rows that are drawn."""
 
 WORTH = 1.1
-"""Share of attention's seconds from which on another layout is worth a line."""
+"""A layout this many times faster is mentioned when the run starts."""
 
 
 def typical_rows(
@@ -56,7 +58,8 @@ def typical_rows(
     Raises:
       ValueError: there are groups, and windows.
     """
-    tokens, mask = config.data.context_tokens, document_mask(config)
+    tokens = config.data.context_tokens
+    mask = document_mask(config)
     index = np.arange(tokens, dtype=np.int32)
     if config.task == "text" and corpora.named(config) and not documents:
         try:
@@ -65,29 +68,35 @@ def typical_rows(
             return typical_rows(config, (tokens,))
         size = max(1, min(DRAWN, MOST_TOKENS // tokens))
         numbers = np.random.default_rng(SEED).integers(plan.rows, size=size)
-        read = (plan.read(int(number), index) for number in numbers)
-        return tuple(_row(mask, batch.k_start.T, batch.k_end.T) for batch in read)
-    if any(isinstance(document, str) for document in documents):
+        rows = []
+        for number in numbers:
+            batch = plan.read(int(number), index)
+            rows.append(_row(mask, batch.k_start.T, batch.k_end.T))  # (T,) or (m, T)
+        return tuple(rows)
+    lengths = [length for length in documents if isinstance(length, int)]
+    if len(lengths) < len(documents):  # others are trees
         corpora.check_trees(config, f"documents {' '.join(map(str, documents))}")
         k_start, k_end = RowTrees.repeated(documents, tokens).visible(index, 2)
         return (_row(mask, k_start.T, k_end.T),)
-    first, end = document_spans(documents, index, tokens)
-    bounds = (bound.astype(np.int32) for bound in mask.bounds(index, first, end))
-    return (_row(mask, *bounds),)
+    first, end = document_spans(tuple(lengths), index, tokens)
+    k_start, k_end = mask.bounds(index, first, end)
+    return (_row(mask, k_start.astype(np.int32), k_end.astype(np.int32)),)
 
 
 def _row(mask: DocumentMask, k_start: np.ndarray, k_end: np.ndarray) -> Row:
     return Row(k_start, k_end, mask.window, is_causal=not mask.prefix)
 
 
-def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
+def ranked_choices(run: Run, every: bool = False) -> list[Choice]:
     """Returns what the config lets a run do, the fastest first.
 
     Where there is one choice, nothing is read and no seconds are estimated.
 
     every: whether layouts that the config does not name count too.
     """
-    config, ring_size, chip = run.config, run.partition.ring_size, run.chip
+    config = run.config
+    ring_size = run.partition.ring_size
+    chip = run.chip
     layouts = [run.system.layout]
     if ring_size == 1:
         return options(layouts, may_count=False)
@@ -96,36 +105,41 @@ def ranked_choices(run: "Run", every: bool = False) -> list[Choice]:
         if config.attention != AUTO and run.system.layout not in layouts:
             layouts.append(run.system.layout)  # which may need more padding
     if config.model.delta_convolution:  # whose state goes through runs of tokens
-        layouts = [x for x in layouts if x != Striped()] or layouts
+        # Stripes of one token leave no run that a state could go through.
+        layouts = [layout for layout in layouts if layout != Striped()] or layouts
     is_packed = config.task == "text" and config.data.rows != "documents"
-    found = options(layouts, may_count=is_packed)
-    tensor, kv_heads = run.partition.mesh.shape["tensor"], config.model.num_kv_heads
-    is_refused = kv_heads % tensor  # by the model, in its own words
-    is_alone = len(found) == 1 and not rings_both_ways(chip.device_kinds[0])
+    choices = options(layouts, may_count=is_packed)
+    tensor = run.partition.mesh.shape["tensor"]
+    is_refused = config.model.num_kv_heads % tensor  # by the model, in its own words
+    is_alone = len(choices) == 1 and not rings_both_ways(chip.device_kinds[0])
     if is_alone or is_refused:
-        return found
-    if not any(row.k_start.any() for row in run.rows):  # documents as long as rows
-        found = [one for one in found if not one.count_steps]
-    return ranked(found, functools.partial(attention_seconds, run), chip)
+        return choices
+    # Where documents are as long as rows every step has live tiles: none to leave out.
+    if not any(row.k_start.any() for row in run.rows):
+        choices = [choice for choice in choices if not choice.count_steps]
+    return ranked(choices, functools.partial(attention_seconds, run), chip)
 
 
-def attention_seconds(run: "Run", choice: Choice, slower: float = 1.0) -> float:
+def attention_seconds(run: Run, choice: Choice, slower: float = 1.0) -> float:
     """Returns the seconds of a step's rings in another choice.
 
     slower: times that links take longer.
     """
-    chosen, chip = run.choosing(choice), slower_links(run.chip, slower)
+    chosen = run.choosing(choice)
+    chip = slower_links(run.chip, slower)
     passes = ring_passes(chosen, chip)
-    rings = sum(one.times * sum(one.spent) for one in passes)
+    rings = sum(each.times * sum(each.spent) for each in passes)
     return rings + sum(state_times(chosen, chip))
 
 
-def states_of(run: "Run") -> States | None:
+def states_of(run: Run) -> States | None:
     """Returns the states of a layer with Gated DeltaNet; None in models without."""
-    sizes, partition = run.sizes, run.partition
+    sizes = run.sizes
+    partition = run.partition
     if not (width := sizes.delta_convolution):
         return None
-    tensor, tokens = partition.mesh.shape["tensor"], run.token_shape[1]
+    tensor = partition.mesh.shape["tensor"]
+    tokens = run.token_shape[1]
     runs = Runs.of(run.layout, partition.ring_size, tokens, partition.slices)
     sides = sizes.matrix_sides(is_delta=True)
     channels = sum(sides[name][1] for name in ("query", "key", "value"))
@@ -139,7 +153,7 @@ def states_of(run: "Run") -> States | None:
     )
 
 
-def state_times(run: "Run", chip: Chip) -> tuple[float, float]:
+def state_times(run: Run, chip: Chip) -> tuple[float, float]:
     """Returns seconds of a step's states: of products, and of transfers."""
     if (states := states_of(run)) is None:
         return 0.0, 0.0
@@ -161,54 +175,62 @@ class Pass(NamedTuple):
     spent: Times
 
 
-def ring_passes(run: "Run", chip: Chip) -> list[Pass]:
+def ring_passes(run: Run, chip: Chip) -> list[Pass]:
     """Returns the passes of a step; each kind of layers has rings of its own."""
-    rows = [_passes(run, chip, row) for row in run.rows]
-    found = []
-    for alike in zip(*rows, strict=True):
-        (times, ring, direction), rings = alike[0], [ring for _, ring, _ in alike]
-        found.append(Pass(times, ring, direction, mean_times(rings, direction, chip)))
-    return found
+    rings: dict[int, list[Ring]] = {}  # of each row, by window
+    for window in {*run.sizes.attention_windows}:
+        rings[window] = [_ring(run, chip, row.seen_within(window)) for row in run.rows]
+    passes = []
+    for times, window, direction in _layer_passes(run):
+        spent = mean_times(rings[window], direction, chip)
+        passes.append(Pass(times, rings[window][0], direction, spent))
+    return passes
 
 
-def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
-    config = run.config
-    windows, kinds = run.sizes.attention_windows, run.sizes.layer_kinds
-    rings = {window: _ring(run, chip, row.seen_within(window)) for window in {*windows}}
-    passes, first = [], 0
-    for settings, count in run.execution.runs(len(kinds)):
-        again = 2 if settings.remat in RERUN else 1
-        mine = (k.window for k in kinds[first : first + count] if not k.is_delta)
-        for window, layers in Counter(mine).items():
-            times = again * layers * config.train.microbatches
-            passes.append((times, rings[window], "forward"))
+def _layer_passes(run: Run) -> Iterator[tuple[int, int, str]]:
+    """Yields, of layers that are run alike, times in a step, window and direction."""
+    layer_kinds = run.sizes.layer_kinds
+    microbatches = run.config.train.microbatches
+    first = 0
+    for settings, count in run.execution.runs(len(layer_kinds)):
+        # Twice where the backward runs the ring of the forward again.
+        forwards = 2 if settings.remat in RERUN else 1
+        alike = layer_kinds[first : first + count]
+        windows = Counter(kind.window for kind in alike if not kind.is_delta)
+        for window, layers in windows.items():
+            yield forwards * layers * microbatches, window, "forward"
         first += count
-    return passes + [
-        (layers * config.train.microbatches, rings[window], "backward")
-        for window, layers in Counter(windows).items()
-    ]
+    for window, layers in Counter(run.sizes.attention_windows).items():
+        yield layers * microbatches, window, "backward"
 
 
-def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
+def _ring(run: Run, chip: Chip, row: Row) -> Ring:
     """Returns the ring of a run's layers on a mesh of this chip."""
-    config, partition, choice = run.config, run.partition, run.choice
-    model, tensor = config.model, partition.mesh.shape["tensor"]
-    size, devices = partition.ring_size, partition.slices
-    length = run.token_shape[1] // size
+    partition = run.partition
+    model = run.config.model
+    tensor = partition.mesh.shape["tensor"]
+    size = partition.ring_size
+    devices = partition.slices
+    length = run.token_shape[1] // size  # of a shard of the ring
     # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
     way = share_heads(model.num_heads // tensor, model.num_kv_heads // tensor, devices)
-    heads = way.heads // devices, way.kv_heads // devices, model.head_dim
+    heads = Heads(
+        way.heads // devices,
+        way.kv_heads // devices,
+        model.head_dim,
+        run.compute_dtype.itemsize,
+    )
     return Ring.of(
         Sequence(row, run.layout, size, length),
         run.local_tokens * devices // length,
-        Heads(*heads, run.compute_dtype.itemsize),
+        heads,
         chip,
-        counts=choice.count_steps,
-        one_way=choice.one_way,
+        counts=run.choice.count_steps,
+        one_way=run.choice.one_way,
     )
 
 
-def row_lines(run: "Run") -> Iterator[str]:
+def row_lines(run: Run) -> Iterator[str]:
     """Yields the lines on what rows cost, and on their layout, if there are any."""
     yield from wrapped(padding_line(run))
     yield from wrapped(layout_line(run))
@@ -220,9 +242,10 @@ def wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def padding_line(run: "Run") -> str:
+def padding_line(run: Run) -> str:
     """Returns a line on what padding costs; "" where there is none."""
-    tokens, (_, slots) = run.config.data.context_tokens, run.token_shape
+    tokens = run.config.data.context_tokens
+    slots = run.token_shape[1]
     if slots == tokens:
         return ""
     partition = run.partition
@@ -234,35 +257,35 @@ def padding_line(run: "Run") -> str:
     )
 
 
-def layout_line(run: "Run") -> str:
+def layout_line(run: Run) -> str:
     """Returns a line on the chosen layout, or on one that would suit better; or ""."""
     config = run.config
     if config.task != "text" or run.partition.ring_size == 1:
         return ""
-    found: dict[str, float] = {}
-    for one in ranked_choices(run, every=True):
-        found.setdefault(name_of(one.layout), one.seconds)
-    mine, (best, least) = name_of(run.layout), next(iter(found.items()))
+    seconds_of: dict[str, float] = {}  # the fastest first
+    for choice in ranked_choices(run, every=True):
+        seconds_of.setdefault(name_of(choice.layout), choice.seconds)
+    mine = name_of(run.layout)
+    best, least = next(iter(seconds_of.items()))
     what = "documents as long as rows"
     if len(run.rows) > 1:
         what = f"{len(run.rows)} rows drawn from the corpus with seed {SEED}"
     what = f"by estimated seconds of attention on {what}"
     if config.attention == AUTO:
-        others = (
-            f"; {name} {seconds / least:.2f} x"
-            for name, seconds in found.items()
-            if name != mine
-        )
-        return f"layout: {mine}, {what}" + "".join(others)
-    if found.get(mine, least) <= WORTH * least:
+        line = f"layout: {mine}, {what}"
+        for name, seconds in seconds_of.items():
+            if name != mine:
+                line += f"; {name} {seconds / least:.2f} x"
+        return line
+    if seconds_of.get(mine, least) <= WORTH * least:
         return ""
     return (
-        f"layout: {mine} takes {found[mine] / least:.2f} times as long as {best}, "
+        f"layout: {mine} takes {seconds_of[mine] / least:.2f} times as long as {best}, "
         f"{what}: set config.attention={AUTO}"
     )
 
 
-def states_line(run: "Run") -> str:
+def states_line(run: Run) -> str:
     """Returns a line on what the states of Gated DeltaNet take; "" without it."""
     if (states := states_of(run)) is None:
         return ""

@@ -5,6 +5,7 @@ in parts. What needs no devices stands in `tasks/systems.py`; besides `train.py`
 tools and `tasks`, no module reads a config.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,20 +17,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
-from data.batch import Block
 from data.document_mask import DocumentMask
-from data.rows import TextBatches
-from kernels import chips, masks
+from kernels import chips
 from kernels.compiler import compiler_options
 from kernels.cost.choice import Choice, default_granule, known_chip
 from kernels.cost.work import Row
 from kernels.delta_attention import checked_runs, make_delta_attention
 from kernels.layouts import Layout, padded_length
-from kernels.masks import Mask, Visible
 from kernels.ring_attention import make_ring_attention
+from models.abstract import Model
 from models.memory import Execution, Kept
-from tasks import layout_choice
+from models.sizes import DecoderConfig
 from tasks.config_errors import names_fields
+from tasks.parts import Data, ModelParts, Objective, Scores
 from tasks.state import (
     abstract_state,
     optimizer_settings,
@@ -43,79 +43,43 @@ from tasks.systems import (
     chosen_execution,
     device_of,
     document_mask,
+    limited,
     partition,
 )
 from training.mesh import Partition
-from training.optimizer import make_optimizer
+from training.metrics import StepWork
+from training.optimizer import Schedule, make_optimizer
 from training.overlap import parameter_options
-from training.step import Counts, LossFunction, TrainState, make_train_step
+from training.step import TrainState, make_train_step
 from training.update import Optimizer
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A loss to minimise.
-
-    loss_sum: see `LossFunction`.
-    count: batch -> `Counts`.
-    part_names: names of the parts of the loss, if it has any.
-    """
-
-    loss_sum: LossFunction
-    count: Callable[[Any], Counts]
-    part_names: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Data:
-    """The data of a run.
-
-    batches: this host's blocks of the batch of any step.
-    validation: this host's blocks of the held-out batches.
-    fingerprint: properties of model and data in which a checkpoint must agree.
-    """
-
-    batches: TextBatches
-    validation: Sequence[dict[Block, Any]]
-    fingerprint: dict[str, Any]
-
-
 @dataclass(frozen=True, eq=False)
-class Run:
+class Run[Sizes: DecoderConfig](abc.ABC):
     """A config on a mesh, and what it makes; each thing is made when first asked for.
 
     Whatever is wrong with the config raises ValueError, with its fields named as in the
-    config. A task adds these (see `tasks/text.py`):
-
-    sizes: of the model, and its parts. model: a `Model`, without parameters.
-    batch_like: shape, type and sharding of a batch's arrays.
-    objective: the training loss, an `Objective`. held_out: the validation loss: the
-      same, or its parts.
-    work(tokens, pairs): `StepWork`, from a step's tokens and visible pairs.
-    open_data(): reads the `Data` that the config names; raises FileNotFoundError or
-      ValueError where they are missing, or do not fit the config.
+    config. A task adds what is abstract here (see `tasks/text.py`).
 
     given_rows: what its rows are alike; () for rows drawn from the config's corpora.
     fixed: the layout, where it is chosen already.
+    shared: the model of another mesh, where this run is counted only.
     """
 
     config: ConfigDict
     partition: Partition
     given_rows: tuple[Row, ...] = ()
     fixed: Choice | None = None
+    shared: ModelParts[Sizes] | None = None
 
     @classmethod
     def of(cls, config: ConfigDict, devices: Sequence[jax.Device]) -> Self:
-        """Returns the run on these devices.
-
-        Raises:
-          ValueError: as `systems.mesh_shape`.
-        """
+        """Returns the run on these devices; ValueError as `systems.mesh_shape`."""
         return cls(config, partition(config, devices))
 
     def on(self, partition: Partition) -> Self:
         """Returns the run on another mesh."""
-        return dataclasses.replace(self, partition=partition)
+        return dataclasses.replace(self, partition=partition, shared=None)
 
     def counted_on(self, partition: Partition, fixed: Choice | None = None) -> Self:
         """Returns the run on another mesh, to count what it holds there.
@@ -123,27 +87,76 @@ class Run:
         With this mesh's model, which is not traced again: it is not to be run.
         fixed: the layout, where it is chosen already.
         """
-        run = dataclasses.replace(self, partition=partition, fixed=fixed)
-        for name in "sizes", "model", "_optimizer", "_state_shapes":
-            vars(run)[name] = getattr(self, name)
-        return run
+        shared = ModelParts(
+            sizes=self.sizes,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            state_shapes=self._state_shapes,
+        )
+        return dataclasses.replace(
+            self, partition=partition, fixed=fixed, shared=shared
+        )
+
+    # What a task adds.
+
+    @abc.abstractmethod
+    def read_sizes(self) -> Sizes:
+        """Returns the sizes of the model, and its parts."""
+
+    @abc.abstractmethod
+    def build_model(self) -> Model:
+        """Returns the model of `sizes`, without parameters.
+
+        Raises:
+          ValueError: sizes that make no model, or that do not divide over the mesh.
+        """
+
+    @property
+    @abc.abstractmethod
+    def rows(self) -> tuple[Row, ...]:
+        """Rows alike those of the run: what their tokens see."""
+
+    @property
+    @abc.abstractmethod
+    def choice(self) -> Choice:
+        """The layout that the config names or, of some, the fastest; and its ring."""
+
+    @property
+    @abc.abstractmethod
+    def batch_like(self) -> Any:
+        """Shape, dtype and sharding of a batch's arrays."""
+
+    @property
+    @abc.abstractmethod
+    def objective(self) -> Objective:
+        """The training loss."""
+
+    @property
+    @abc.abstractmethod
+    def held_out(self) -> Objective:
+        """The validation loss: the same, or its parts."""
+
+    @abc.abstractmethod
+    def work(self, tokens: float, pairs: float) -> StepWork:
+        """Returns a step's work, from its tokens and visible pairs."""
+
+    @abc.abstractmethod
+    def open_data(self) -> Data:
+        """Reads the data that the config names.
+
+        Raises:
+          FileNotFoundError, ValueError: they are missing, or do not fit the config.
+        """
 
     # Rows, and how they lie on the mesh.
 
     @functools.cached_property
     def system(self) -> AttentionSystem:
-        row = self.partition.ring_size, self.config.data.context_tokens
-        return attention_system(self.config, default_granule(*row, self._device_kind))
-
-    @functools.cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """Rows alike those of the run: what their tokens see."""
-        return self.given_rows or layout_choice.typical_rows(self.config)
-
-    @functools.cached_property
-    def choice(self) -> Choice:
-        """The layout that the config names or, of some, the fastest; and its ring."""
-        return self.fixed or layout_choice.ranked_choices(self)[0]
+        tokens = self.config.data.context_tokens
+        ring_size = self.partition.ring_size
+        granule = default_granule(ring_size, tokens, self._device_kind)
+        return attention_system(self.config, granule)
 
     def choosing(self, choice: Choice) -> Self:
         """Returns the run with another layout, or ring."""
@@ -176,8 +189,9 @@ class Run:
         shard.
         """
         data = self.config.data
-        ring, slices = self.partition.ring_size, self.partition.slices
-        slots = padded_length(self.layout, ring, data.context_tokens, slices)
+        ring_size = self.partition.ring_size
+        slices = self.partition.slices
+        slots = padded_length(self.layout, ring_size, data.context_tokens, slices)
         return data.batch_rows, slots
 
     @property
@@ -188,11 +202,7 @@ class Run:
     @functools.cached_property
     @names_fields
     def sharding(self) -> NamedSharding:
-        """Sharding of a batch's rows and columns; further axes are not sharded.
-
-        Raises:
-          ValueError: as `check_batch`.
-        """
+        """Sharding of a batch's first two axes alone; ValueError as `check_batch`."""
         self.check_batch()
         return self.partition.sharding(("batch", "sequence"), self.shape)
 
@@ -201,26 +211,29 @@ class Run:
 
         Or if shards are too short for the layers' convolution.
         """
-        config, rows, found = self.config, self.config.data.batch_rows, []
+        config = self.config
+        rows = config.data.batch_rows
+        wrong = []
         parts = config.train.microbatches * self.partition.shards("batch")
         if config.train.microbatches < 1:
-            found.append(f"{config.train.microbatches=} must be at least 1")
+            wrong.append(f"{config.train.microbatches=} must be at least 1")
         elif rows < 1 or rows % parts:
-            found.append(
+            wrong.append(
                 f"{config.data.batch_rows=} does not divide into "
                 f"{config.train.microbatches=} over the mesh's data and fsdp axes: "
                 f"make it a multiple of {parts}, the next is "
                 f"{max(1, -(-rows // parts)) * parts}"
             )
         if reach := max(config.model.delta_convolution - 1, 0):
-            partition, slots = self.partition, self.token_shape[1]
-            runs = self.layout, partition.ring_size, slots, partition.slices
+            partition = self.partition
+            ring_size = partition.ring_size
+            slots = self.token_shape[1]
             try:
-                checked_runs(*runs, reach)
+                checked_runs(self.layout, ring_size, slots, partition.slices, reach)
             except ValueError as error:
-                found.append(str(error))
-        if found:
-            raise ValueError("; ".join(found))
+                wrong.append(str(error))
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
     @functools.cached_property
     def local_tokens(self) -> int:
@@ -234,13 +247,13 @@ class Run:
     @functools.cached_property
     def kept(self) -> Kept:
         """Counts the activations that the layers of a device keep."""
-        said = check_execution(self.config)
+        execution = check_execution(self.config)
         return Kept(
             sizes=self.config.model,
             tokens=self.local_tokens,
             tensor=self.partition.mesh.shape["tensor"],
-            itemsize=said.compute_dtype.itemsize,
-            feed_forward_chunk=said.feed_forward_chunk,
+            itemsize=execution.compute_dtype.itemsize,
+            feed_forward_chunk=execution.feed_forward_chunk,
         )
 
     @functools.cached_property
@@ -256,13 +269,13 @@ class Run:
         return jnp.dtype(self.config.compute_dtype)
 
     @property
-    def scores(self) -> dict[str, float | None]:
+    def scores(self) -> Scores:
         """The attention's arguments of what becomes of q · k."""
         model = self.config.model
-        return {
-            "scale": model.attention_scale or None,
-            "soft_cap": model.attention_soft_cap or None,
-        }
+        return Scores(
+            scale=model.attention_scale or None,
+            soft_cap=model.attention_soft_cap or None,
+        )
 
     @functools.cached_property
     @names_fields
@@ -276,7 +289,7 @@ class Run:
         Raises:
           ValueError: an unknown implementation, or mask.
         """
-        partition, of_run = self.partition, self.mask.within()
+        partition = self.partition
         attend = make_ring_attention(
             partition.mesh,
             layout=self.layout,
@@ -288,20 +301,7 @@ class Run:
             count_steps=self.choice.count_steps,
         )
 
-        def attend_within(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            visible: Mask | Visible,
-            window: int | None = None,
-            sinks: jax.Array | None = None,
-        ) -> jax.Array:
-            within = of_run if isinstance(visible, Visible) else masks.full()
-            if window is not None:
-                within &= masks.window(window)
-            return attend(q, k, v, visible, sinks=sinks, within=within)
-
-        return attend_within
+        return limited(attend, self.mask.within())
 
     @functools.cached_property
     @names_fields
@@ -322,6 +322,17 @@ class Run:
 
     # The model, and the training step.
 
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of the model, and its parts."""
+        return self.shared.sizes if self.shared else self.read_sizes()
+
+    @functools.cached_property
+    @names_fields
+    def model(self) -> Model:
+        """The model, without parameters; ValueError as `build_model`."""
+        return self.shared.model if self.shared else self.build_model()
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the model, those that are not trained included."""
@@ -334,32 +345,38 @@ class Run:
         return sum(leaf.size for leaf in jax.tree.leaves(self.model.shapes))
 
     @functools.cached_property
-    def _optimizer(self) -> tuple[Optimizer, Callable[[int], jax.Array]]:
+    def _updates(self) -> tuple[Optimizer, Schedule]:
+        if self.shared:
+            return self.shared.optimizer, self.shared.schedule
         settings = optimizer_settings(self.config)
         return make_optimizer(settings, self.model.shapes, self.model.axes)
 
     @property
     def optimizer(self) -> Optimizer:
-        return self._optimizer[0]
+        return self._updates[0]
 
     @property
-    def schedule(self) -> Callable[[int], jax.Array]:
+    def schedule(self) -> Schedule:
         """The learning rate by updates made."""
-        return self._optimizer[1]
+        return self._updates[1]
 
     @functools.cached_property
     def _state_shapes(self) -> TrainState:
+        if self.shared:
+            return self.shared.state_shapes
         return state_shapes(self.model, self.optimizer)
 
     @functools.cached_property
     def state_like(self) -> TrainState:
         """Shape, dtype and sharding of every leaf of the train state."""
-        found = self._state_shapes, self.model.axes, self.optimizer
-        return abstract_state(*found, self.partition)
+        return abstract_state(
+            self._state_shapes, self.model.axes, self.optimizer, self.partition
+        )
 
     def train_step(self) -> jax.stages.Wrapped:
         """Builds the program of `make_train_step`; it donates the state."""
-        config, sharding = self.config, sharding_of(self.state_like)
+        config = self.config
+        sharding = sharding_of(self.state_like)
         kind = self.partition.mesh.devices.flat[0].device_kind
         options = compiler_options(kind)
         if config.overlap_parameters:

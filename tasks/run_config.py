@@ -15,7 +15,7 @@ from data.json_text import parse_json, short
 from tasks.config_errors import fields_by_name
 from training.record import PINNED, RUN, is_old
 from training.stored_step import is_named
-from training.workdir import place_of, replace_text
+from training.workdir import path_of, replace_text
 
 FILE = "config.json"
 
@@ -37,11 +37,14 @@ def write(config: ConfigDict, settings: Mapping[str, Any] | None = None) -> None
     Raises:
       OSError: it cannot be written.
     """
-    kept, fields = config.copy_and_resolve_references(), fields_by_name(config)
-    said = {name: settings[name] for name in fields if name in (settings or ())}
+    kept = config.copy_and_resolve_references()
+    fields = fields_by_name(config)
+    known = settings or {}
+    pinned = [RUN, *(name for name in fields if is_named(name, PINNED))]
     with kept.unlocked():
-        kept.update_from_flattened_dict(said)
-        pinned = [RUN, *(name for name in fields if is_named(name, PINNED))]
+        kept.update_from_flattened_dict(
+            {name: known[name] for name in fields if name in known}
+        )
         kept.may_change = tuple(
             name
             for name in config.may_change
@@ -50,7 +53,7 @@ def write(config: ConfigDict, settings: Mapping[str, Any] | None = None) -> None
         del kept.workdir
         del kept.hosts.index
     written = json.dumps(kept.to_dict(), indent=2) + "\n"
-    replace_text(place_of(config.workdir) / FILE, written)
+    replace_text(path_of(config.workdir) / FILE, written)
 
 
 def read(workdir: str) -> ConfigDict:
@@ -63,7 +66,7 @@ def read(workdir: str) -> ConfigDict:
       ValueError: the file is not JSON, or has a field that is unknown here or of
         another type.
     """
-    path = place_of(workdir) / FILE
+    path = path_of(workdir) / FILE
     if not path.parent.exists():
         raise FileNotFoundError(f"there is no workdir {workdir}")
     if not path.exists():
@@ -72,28 +75,28 @@ def read(workdir: str) -> ConfigDict:
             f"--config=configs/NAME.py and --config.workdir={workdir} instead"
         )
     try:
-        found = parse_json(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"it must hold a JSON object, got {short(found)}")
-        found = fields_by_name(ConfigDict(found))
-        found = {name: x for name, x in found.items() if not is_old(name, x)}
+        written = parse_json(path.read_text())
+        if not isinstance(written, dict):
+            raise ValueError(f"it must hold a JSON object, got {short(written)}")
+        values = fields_by_name(ConfigDict(written))
+        values = {name: x for name, x in values.items() if not is_old(name, x)}
     except ValueError as error:
         raise ValueError(f"{path} is not JSON of a config ({error})") from error
     all_fields = agents.get_config()
     # Of older programs, runs of text have the fields of agents too.
-    config = all_fields if found.get("task") == "exorl" else base.get_config()
-    known, kept = fields_by_name(all_fields), fields_by_name(config)
-    unknown = [n for n in found if n not in (*known, *GONE) or n in NOT_KEPT]
+    config = all_fields if values.get("task") == "exorl" else base.get_config()
+    known = fields_by_name(all_fields)
+    kept = fields_by_name(config)
+    unknown = [n for n in values if n not in (*known, *GONE) or n in NOT_KEPT]
     if unknown:
         raise ValueError(
             f"{path} has fields that this program does not know: {', '.join(unknown)}; "
             "use the program that wrote it, or take them out of it"
         )
-    typed = {
-        name: _typed(f"{path}: {name}", found[name], known[name])
-        for name in found
-        if name in kept
-    }
+    typed = {}
+    for name, value in values.items():
+        if name in kept:
+            typed[name] = _typed(f"{path}: {name}", value, known[name])
     config.update_from_flattened_dict(typed | {"workdir": workdir})
     return config
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
-from kernels import chips, layouts
+from kernels import chips, layouts, masks
 from kernels.layouts import Layout
+from kernels.masks import Mask, Visible
 from models.memory import NEXT, Device, Execution, Kept, choose_chunk
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
@@ -121,9 +122,9 @@ def partition(config: ConfigDict, devices: Sequence[jax.Device]) -> Partition:
       ValueError: as `mesh_shape`.
     """
     mesh = make_mesh(mesh_shape(config, len(devices)), devices)
-    data, sharers = config.data, len(devices) // mesh.shape["tensor"]
-    tokens = data.batch_rows * data.context_tokens
-    tokens //= sharers * max(1, config.train.microbatches)
+    shards = len(devices) // mesh.shape["tensor"]
+    tokens = config.data.batch_rows * config.data.context_tokens
+    tokens //= shards * max(1, config.train.microbatches)
     chip = chips.find(devices[0].device_kind)
     return Partition(mesh, config.overlap_parameters and permutes_hide(chip, tokens))
 
@@ -154,6 +155,29 @@ def document_mask(config: ConfigDict) -> DocumentMask:
             f'({config.model.layer_pattern=}): set it to "causal"'
         )
     return mask
+
+
+def limited(attend: Callable[..., jax.Array], shown: Mask) -> Callable[..., jax.Array]:
+    """Returns an attention that shows the run's data no more than its mask does.
+
+    attend: as of `make_ring_attention`. shown: by the run's mask, to rows of its data;
+      a mask that is given in place of their bounds stands for itself.
+    """
+
+    def attend_within(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        visible: Mask | Visible,
+        window: int | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        within = shown if isinstance(visible, Visible) else masks.full()
+        if window is not None:
+            within &= masks.window(window)
+        return attend(q, k, v, visible, sinks=sinks, within=within)
+
+    return attend_within
 
 
 @names_fields
@@ -201,22 +225,23 @@ def chosen_execution(
     Raises:
       ValueError: as `check_execution`.
     """
-    said, tensor = check_execution(config), kept.tensor
+    execution = check_execution(config)
     choose = functools.partial(choose_chunk, kept.tokens, device=device)
 
     def keeping(policy: str) -> Execution:
-        chunk, is_chunked = said.feed_forward_chunk, attention_system(config).chunked
+        chunk = execution.feed_forward_chunk
+        is_chunked = attention_system(config).chunked
         if chunk == 0 and is_chunked and policy not in KEEP_PRODUCTS:
             # Gate, up, their product, and the gradients of the three.
             width = 6 * kept.itemsize * config.model.feed_forward_size
-            chunk = choose(token_bytes=width // tensor)
-        return dataclasses.replace(said, remat=policy, feed_forward_chunk=chunk)
+            chunk = choose(token_bytes=width // kept.tensor)
+        return dataclasses.replace(execution, remat=policy, feed_forward_chunk=chunk)
 
     budget = config.remat_budget_gib * 2**30
-    (policy, _), *last = kept.climb(said.remat, budget)
+    (policy, _), *last = kept.climb(execution.remat, budget)
     run = keeping(policy)
-    if vocab_size and not said.loss_chunk:  # logits and their gradients, float32
-        chunk = choose(token_bytes=8 * vocab_size // tensor)
+    if vocab_size and not execution.loss_chunk:  # logits, their gradients, float32
+        chunk = choose(token_bytes=8 * vocab_size // kept.tensor)
         run = dataclasses.replace(run, loss_chunk=chunk)
     for policy, layers in last:
         run = dataclasses.replace(run, last_layers=(keeping(policy), layers))
@@ -228,4 +253,6 @@ def device_of(mesh: Mesh | AbstractMesh) -> Device | None:
     if not isinstance(mesh, Mesh):
         return None
     chip = chips.find(mesh.devices.flat[0].device_kind)
-    return chip and Device(chip.hbm_bytes, chip.peak_flops / chip.hbm_bytes_per_second)
+    if chip is None:
+        return None
+    return Device(chip.hbm_bytes, chip.peak_flops / chip.hbm_bytes_per_second)

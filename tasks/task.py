@@ -7,10 +7,11 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from data.agents.chains import ORDERS, PREDICTED
@@ -162,23 +163,24 @@ def check(config: ConfigDict, devices: int | None) -> None:
     ]
     if devices is not None:
         checks.append(functools.partial(_batch, devices=devices))
-    found: list[str] = []
+    wrong: list[str] = []
     for passes in checks:
         try:
             passes(config)
         except ValueError as error:
-            found.append(str(error))
-    if found:
-        raise ValueError("; ".join(dict.fromkeys(found)))
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("; ".join(dict.fromkeys(wrong)))
 
 
 def _fields(config: ConfigDict) -> None:
-    parts = _numbers, _names, _places, _of_text, _reports, _placement
-    found = [line for part in parts for line in part(config)]
+    wrong: list[str] = []
+    for part in _numbers, _names, _directories, _of_text, _reports, _placement:
+        wrong += part(config)
     if config.task == "exorl":
-        found += _shares(config)
-    if found:
-        raise ValueError("; ".join(found))
+        wrong += _shares(config)
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def _numbers(config: ConfigDict) -> Iterator[str]:
@@ -211,15 +213,15 @@ def _sizes(config: ConfigDict) -> None:
         TASKS.get(config.task, TASKS["text"]).sizes(config)
 
 
-def _places(config: ConfigDict) -> Iterator[str]:
+def _directories(config: ConfigDict) -> Iterator[str]:
     for name in ("workdir", "init_from"):
         kind, is_bucket, _ = config[name].partition("://")
-        said = f"config.{name}={config[name]!r}"
+        given = f"config.{name}={config[name]!r}"
         if is_bucket and kind != "gs" or name == "workdir" and not config[name]:
-            yield f"{said} must be a directory or gs://BUCKET/RUN"  # Orbax takes these
+            yield f"{given} must be a directory or gs://BUCKET/RUN"  # Orbax takes these
         elif is_bucket and not importlib.util.find_spec("gcsfs"):
             yield (
-                f"{said} needs gcsfs, which is not installed: make venv "
+                f"{given} needs gcsfs, which is not installed: make venv "
                 "ACCELERATOR=buckets, or pip install gcsfs"
             )
 
@@ -292,7 +294,9 @@ def _shares(config: ConfigDict) -> Iterator[str]:
 def _batch(config: ConfigDict, devices: int) -> None:
     """Checks that mesh, batch and devices fit each other."""
     mesh = mesh_shape(config, devices).abstract_mesh()
-    RUNS.get(config.task, RUNS["text"])(config, Partition(mesh)).check_batch()
+    # Nothing that it asks of the mesh needs devices.
+    partition = Partition(cast(Mesh, mesh))
+    RUNS.get(config.task, RUNS["text"])(config, partition).check_batch()
 
 
 def check_attention(run: Run) -> None:
@@ -303,19 +307,19 @@ def check_attention(run: Run) -> None:
     """
     config = run.config
     rows, columns = run.token_shape
-    shape = rows // config.train.microbatches, columns
-
-    def array(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*shape, *more), jnp.dtype(dtype))
+    shape = rows // config.train.microbatches, columns  # B, T of a microbatch
+    model = config.model
+    dtype = jnp.dtype(config.compute_dtype)
+    q = jax.ShapeDtypeStruct((*shape, model.num_heads, model.head_dim), dtype)
+    k = jax.ShapeDtypeStruct((*shape, model.num_kv_heads, model.head_dim), dtype)
+    bound = jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def attend(q: jax.Array, k: jax.Array, bound: jax.Array) -> jax.Array:
         out = run.attention(q, k, k, visible=Visible(bound, bound))
         return out.astype(jnp.float32).sum()
 
-    heads = config.model.num_heads, config.model.num_kv_heads
-    kinds = [array(config.compute_dtype, n, config.model.head_dim) for n in heads]
     try:
-        jax.eval_shape(jax.grad(attend), *kinds, array(jnp.int32))
+        jax.eval_shape(jax.grad(attend), q, k, bound)
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"{config.implementation=} cannot attend with {config.compute_dtype=} and "

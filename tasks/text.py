@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 
 from data.batch import Batch, Block
 from data.rows import TextBatches
+from kernels.cost.choice import Choice
+from kernels.cost.work import Row
 from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.decoder import LanguageModel
@@ -20,8 +22,11 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
 from tasks import corpora
 from tasks.config_errors import names_fields
-from tasks.run import Data, Objective, Run
-from tasks.state import identify_frozen, identity
+from tasks.layout_choice import ranked_choices, typical_rows
+from tasks.parts import Data, Objective, OnMesh
+from tasks.programs import identify_frozen
+from tasks.run import Run
+from tasks.state import identity
 from training.feed import host_blocks
 from training.metrics import StepWork
 from training.step import Counts, count_tokens
@@ -29,47 +34,49 @@ from training.step import Counts, count_tokens
 identify = corpora.identify
 
 
-class TextRun(Run):
+class TextRun(Run[LanguageModelConfig]):
     """A run that trains a language model."""
 
-    @functools.cached_property
-    def sizes(self) -> LanguageModelConfig:
+    def read_sizes(self) -> LanguageModelConfig:
         return sizes(self.config)
 
-    @functools.cached_property
-    @names_fields
-    def model(self) -> Model:
-        """The model, without parameters.
-
-        Raises:
-          ValueError: sizes that make no model, or that do not divide over the mesh.
-        """
-        record, partition = self.sizes, self.partition
+    def build_model(self) -> Model:
+        sizes = self.sizes
+        partition = self.partition
 
         def build(key: jax.Array) -> LanguageModel:
             rngs = nnx.Rngs(params=key)
-            return LanguageModel(record, self.execution, partition, rngs=rngs)
+            return LanguageModel(sizes, self.execution, partition, rngs=rngs)
 
         return Model.of(
-            record,
+            sizes,
             build,
             partition,
-            trained=nnx.LoRAParam if record.lora.rank else nnx.Param,
+            trained=nnx.LoRAParam if sizes.lora.rank else nnx.Param,
             frozen_dtype=jnp.dtype(self.config.lora.base_dtype or self.compute_dtype),
         )
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return self.given_rows or typical_rows(self.config)
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        return self.fixed or ranked_choices(self)[0]
 
     @functools.cached_property
     def batch_like(self) -> Batch:
         """Shape, dtype and sharding of a batch's arrays, [B, T] or [B, T, m]."""
 
-        def array(dtype: type, *more: int) -> jax.ShapeDtypeStruct:
-            shape = *self.shape, *more
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
-
-        arrays = dict.fromkeys(Batch._fields, array(jnp.int32))
-        if (count := self.intervals) > 1:
-            arrays |= dict.fromkeys(("k_start", "k_end"), array(jnp.int32, count))
-        return Batch(**arrays | {"loss_weights": array(jnp.float32)})
+        bounds_shape = self.shape
+        if self.intervals > 1:
+            bounds_shape = (*self.shape, self.intervals)
+        arrays = []
+        for name in Batch._fields:
+            shape = bounds_shape if name in ("k_start", "k_end") else self.shape
+            dtype = jnp.float32 if name == "loss_weights" else jnp.int32
+            arrays.append(jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding))
+        return Batch._make(arrays)
 
     @property
     def intervals(self) -> int:
@@ -89,15 +96,13 @@ class TextRun(Run):
         parts = Parts.by_position(self.config.data.context_tokens)
         count = self.objective.count
 
-        def by_part(batch: Batch) -> Counts:
+        def by_part(batch: OnMesh) -> Counts:
             weights = parts.sums(batch.loss_weights, batch.positions)
             return count(batch)._replace(weights=weights)
 
         return Objective(self.loss_function(parts), by_part, parts.names)
 
-    def loss_function(
-        self, parts: Parts | None = None
-    ) -> Callable[[Any, Batch], jax.Array]:
+    def loss_function(self, parts: Parts | None = None) -> Callable[..., jax.Array]:
         """Builds (parameters, batch in layout order, frozen ones) -> summed loss.
 
         parts: returns the loss of each of these, [parts], instead of one of all tokens.
@@ -105,18 +110,24 @@ class TextRun(Run):
         Raises:
           ValueError: an unknown implementation.
         """
-        attend, model, partition = self.attention, self.model, self.partition
+        attend = self.attention
+        model = self.model
         chunk = self.execution.loss_chunk
 
-        def loss_sum(parameters: Any, batch: Batch, rest: Any = None) -> jax.Array:
+        def loss_sum(parameters: Any, batch: OnMesh, rest: Any = None) -> jax.Array:
             module = nnx.merge(model.structure, joined(parameters, rest or {}))
             see_visible = functools.partial(attend, visible=visible(batch))
             hidden = module(batch.tokens, batch.positions, see_visible, self.mix)
-            predicted = hidden, module.head_weight(), batch.targets, batch.loss_weights
-            logits = model.config.logits
-            options = {"logits": logits, "chunk": chunk, "partition": partition}
-            by_place = parts and (parts, batch.positions)
-            return cross_entropy(*predicted, by_place, **options)
+            return cross_entropy(
+                hidden,
+                module.head_weight(),
+                batch.targets,
+                batch.loss_weights,
+                None if parts is None else (parts, batch.positions),
+                logits=model.config.logits,
+                chunk=chunk,
+                partition=self.partition,
+            )
 
         return loss_sum
 
@@ -172,12 +183,12 @@ class TextRun(Run):
         return [held_out[i] for i in range(wanted)]
 
 
-def visible(batch: Batch) -> Visible:
+def visible(batch: OnMesh) -> Visible:
     """Returns what the tokens of a batch see, [B, T] or [m, B, T]."""
-    bounds = batch.k_start, batch.k_end
-    if batch.k_start.ndim == 3:
-        bounds = (jnp.moveaxis(bound, -1, 0) for bound in bounds)
-    return Visible(*bounds)
+    if batch.k_start.ndim == 2:
+        return Visible(batch.k_start, batch.k_end)
+    k_start = jnp.moveaxis(batch.k_start, -1, 0)
+    return Visible(k_start, jnp.moveaxis(batch.k_end, -1, 0))
 
 
 @names_fields
@@ -188,7 +199,8 @@ def sizes(config: ConfigDict) -> LanguageModelConfig:
       ValueError: sizes that make no model.
       FileNotFoundError, ValueError: as `corpora.vocab_size`.
     """
-    fields = {**config.model, "vocab_size": corpora.vocab_size(config)}
+    fields: dict[str, Any] = {**config.model}
+    fields["vocab_size"] = corpora.vocab_size(config)
     scaling = RopeScaling(**config.rope_scaling)
     lora = Lora(config.lora.rank, config.lora.alpha, config.lora.targets)
     lora = lora if lora.rank else Lora()  # without any it is as it was before

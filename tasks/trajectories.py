@@ -37,8 +37,10 @@ def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:
     Raises:
       FileNotFoundError, ValueError: the trajectories are missing or damaged.
     """
-    where, compare = directory(config), config.data.compare_digests
-    return "data.trajectories", *trajectory_file.identify(where, compare=compare)
+    digest, note = trajectory_file.identify(
+        directory(config), compare=config.data.compare_digests
+    )
+    return "data.trajectories", digest, note
 
 
 @names_fields
@@ -50,7 +52,8 @@ def opened(config: ml_collections.ConfigDict) -> TrajectoryFile:
         config.
     """
     file = TrajectoryFile.open(directory(config))
-    agent, longest = config.agent, int(file.lengths.max())
+    agent = config.agent
+    longest = int(file.lengths.max())
     for name in SIZES:
         if agent[name] not in (0, getattr(file, name)):
             raise ValueError(
@@ -91,7 +94,7 @@ def check_trained(
     names = "held_out_share", "split_seed"
     here = {f"data.{name}": config.data[name] for name in names}
     if settings:
-        settings = {"data.split_seed": 0} | settings  # of older programs too
+        settings = {"data.split_seed": 0, **settings}  # of older programs too
     for name, given in (here | {f"{field}.contents": digest}).items():
         trained = settings.get(name, given)
         if trained != given:
@@ -113,5 +116,6 @@ def episodes(
     numbers = of_split(config, file, split)
     if config.data.top_share == 1:
         return numbers
-    lengths, returns = file.lengths[numbers], file.returns[numbers]
+    lengths = file.lengths[numbers]
+    returns = file.returns[numbers]
     return np.sort(numbers[top_episodes(returns, lengths, config.data.top_share)])

@@ -10,7 +10,8 @@ import optax
 
 from data.batch import Batch
 from kernels.layouts import order, padded_length, unpermute
-from tasks.state import compile_programs, sharding_of
+from tasks.programs import compile_programs
+from tasks.state import sharding_of
 from tasks.text import TextRun
 from tests.cases import table
 from tests.hard_rows import ROWS, TOKENS, VOCAB

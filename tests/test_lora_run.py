@@ -16,7 +16,7 @@ from tests.small.agents import drawn
 from tests.small.models import partition_of
 from tests.small.runs import Run, assert_equal_bits, files, small_config
 from tools.convert_hf import export_model, import_model
-from training.feed import place
+from training.feed import global_batch
 from training.mesh import MeshShape
 from training.step import make_evaluate_step
 from training.stored_step import StoredStep
@@ -81,7 +81,9 @@ def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
     run = TextRun.of(config, jax.devices())
     evaluate = jax.jit(make_evaluate_step(run.loss_function()))
     parameters, step = restored_parameters(run)
-    batches = (place(blocks, run.sharding, run.shape) for blocks in run.validation())
+    batches = (
+        global_batch(blocks, run.sharding, run.shape) for blocks in run.validation()
+    )
     sums = [evaluate(parameters, batch) for batch in batches]
     loss, weight = np.sum(jax.device_get(sums), axis=0)
     assert undisturbed.curve("validation/loss")[-1] == (

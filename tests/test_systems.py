@@ -25,7 +25,7 @@ from tests.small.runs import small_config
 from tools.lib.compiled.hlo_text import arrays
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.step import Step
-from training.feed import place
+from training.feed import global_batch
 from training.mesh import MeshShape
 
 MESHES = {
@@ -52,7 +52,7 @@ class System(Run):
     def batch(self, step: int = 0) -> Batch:
         """The global batch of a step, placed."""
         run = self.resolved
-        return place(run.batches("train")[step], run.sharding, run.shape)
+        return global_batch(run.batches("train")[step], run.sharding, run.shape)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def first_step(corpus: Path, ring: int, attention: str, **fields: Any) -> tuple:
     run = Run(MeshShape(ring=ring), attention, **fields)
     task = run.resolved
     batches = task.batches("train")
-    batch = place(batches[0], task.sharding, task.shape)
+    batch = global_batch(batches[0], task.sharding, task.shape)
     assert batch.tokens.shape == task.shape == (2, batches.columns)
     step = jax.jit(jax.value_and_grad(task.objective.loss_sum))
     loss, gradients = step(run.parameters, batch)

@@ -19,7 +19,7 @@ from tasks.layout_choice import typical_rows
 from tests.cases import table
 from tests.small.models import Run as Small
 from tests.small.models import assert_same, config_of
-from training.feed import host_blocks, place
+from training.feed import global_batch, host_blocks
 from training.mesh import MeshShape
 
 CONTEXT = 160
@@ -59,7 +59,7 @@ def loss_and_gradients(corpus, shape, attention, **fields):
     blocks, ring_size = host_blocks(run.sharding, run.shape), run.partition.ring_size
     order = run.layout, ring_size, InOrder(), run.shape[1]
     (read,) = [*TextBatches(plan, blocks, plan.rows, *order)]
-    batch = place(read, run.sharding, run.shape)
+    batch = global_batch(read, run.sharding, run.shape)
     assert jax.tree.map(np.shape, batch) == jax.tree.map(
         lambda like: like.shape, run.batch_like
     )

@@ -24,7 +24,7 @@ from kernels.ring import attend as ring_attend
 from kernels.ring import loop as ring_loop
 from kernels.ring.attend import Ring
 from models import losses
-from tasks import state
+from tasks import programs
 from tests.cases import in_tiers
 from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
 from tests.pages import ROOT
@@ -329,12 +329,12 @@ def forget_gradients_of_other_shards(patch: pytest.MonkeyPatch) -> None:
 
 def add_up_validations_of_copies(patch: pytest.MonkeyPatch) -> None:
     """One of each device in the ring."""
-    make = state.make_evaluate_step
+    make = programs.make_evaluate_step
 
     def faulty(loss_sum: Callable, count: Callable) -> Callable:
         return make(lambda *given: 3 * loss_sum(*given), count)
 
-    patch.setattr(state, "make_evaluate_step", faulty)
+    patch.setattr(programs, "make_evaluate_step", faulty)
 
 
 @slow

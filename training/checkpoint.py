@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from training.hosts import first_says, wait_for_all
 from training.stored_step import (
@@ -20,6 +21,7 @@ from training.stored_step import (
     META,
     RECORD,
     STATE,
+    AnyPath,
     DamagedStep,
     StoredStep,
     absolute,
@@ -74,13 +76,15 @@ class Checkpoints:
         Raises:
           OSError: if the directory cannot be made or written to.
         """
-        self._fingerprint = json.loads(json.dumps(dict(fingerprint)))  # as restored
+        # As JSON gives it back: a tuple becomes a list, which is another value.
+        self._fingerprint = json.loads(json.dumps(dict(fingerprint)))
         self.record = {}
-        self._say, self._sleep = say, sleep
+        self._say = say
+        self._sleep = sleep
         self._latest_is_ours = False
         self._saving: int | None = None  # step of the save that may be under way
         self._failures: list[str] = []  # of the latest saves, without a good one
-        self._half_saved: set[int] = set()
+        self._half_saved: set[int | None] = set()
         make_writable(directory)  # Orbax, where it cannot, waits for it for minutes
         self._newest = Newest(keep)
         self._manager = together(
@@ -88,7 +92,7 @@ class Checkpoints:
         )
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> epath.Path:
         """Directory of the steps; may be in a bucket."""
         return self._manager.directory
 
@@ -115,11 +119,11 @@ class Checkpoints:
 
         It is empty for steps saved before there were records.
         """
-        found = {}
+        records = {}
         for stored in self._newest_first():
             with contextlib.suppress(DamagedStep):
-                found[stored.step] = stored.meta().get(RECORD, {})
-        return found
+                records[stored.step] = stored.meta().get(RECORD, {})
+        return records
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """Reads the newest good step onto the shardings of `abstract_state`.
@@ -147,13 +151,14 @@ class Checkpoints:
             stored.check_leaves(meta, abstract_state)
             return stored.read(abstract_state, meta), meta
 
-        found, damages = self._newest_good(read)
-        if found is None:
+        restored, damages = self._newest_good(read)
+        if restored is None:
             raise FileNotFoundError(f"no checkpoint in {self.directory} to restore")
+        # Only once a good step is read: a reader's own fault would move all steps away.
         for damaged, damage in damages.items():
             self._set_aside(damaged, "is damaged", damage)
         self._latest_is_ours = True
-        return found
+        return restored
 
     def save(self, step: int, state: Any, *, rotate: bool = True) -> None:
         """Starts a save of `state`; the caller may donate it as soon as this returns.
@@ -179,16 +184,18 @@ class Checkpoints:
                 f"{step=} is not newer than step {latest} in {self.directory}:"
                 " a saved step is never overwritten; restore it, or use another workdir"
             )
+        # Another model's steps would be rotated away by ours, one a save.
         if not self._latest_is_ours:
             self.check_fingerprint()
         meta = make_meta(step, self._fingerprint, self.record, state)
-        self._saving, self._newest.rotates = step, rotate
+        self._saving = step
+        self._newest.rotates = rotate
         try:
-            items = {"state": ocp.args.StandardSave(state)}
-            items |= {"meta": ocp.args.JsonSave(meta)}
-            self._manager.save(step, force=True, args=ocp.args.Composite(**items))
+            arrays = ocp.args.StandardSave(state)
+            items = ocp.args.Composite(state=arrays, meta=ocp.args.JsonSave(meta))
+            self._manager.save(step, force=True, args=items)
         except Exception as error:
-            self._fail(error)
+            self._fail(step, error)
 
     def distrust(self, first: int, why: str) -> None:
         """Moves the steps from `first` on to `damaged`, so that an older one is newest.
@@ -200,7 +207,10 @@ class Checkpoints:
         """
         self._settle()
         doubted = [stored for stored in self._newest_first() if stored.step >= first]
-        again = any((self._damaged / str(stored.step)).exists() for stored in doubted)
+        # One process may see a bucket's listing late: the first decides for all, or
+        # they would restore different steps.
+        damaged = self.directory / DAMAGED
+        again = any((damaged / str(stored.step)).exists() for stored in doubted)
         if len(doubted) < len(self._manager.all_steps()) and not first_says(again):
             for stored in doubted:
                 self._set_aside(stored, "is not trusted", why)
@@ -229,27 +239,27 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Waits for the save under way, and records its failure."""
+        # A save fails in a thread: its error is raised here, or else at the next save.
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            self._fail(error)
+            self._fail(self._saving, error)
         else:
             if self._saving is not None:
                 self._failures = []
         self._saving = None
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, step: int | None, error: Exception) -> None:
         """Logs a failed save; raises OSError at the second in a row."""
-        directory, step = self.directory, self._saving
         self._saving = None
         self._half_saved.add(step)
         # It would raise late errors of this save at the next, and has struck out the
         # steps that it was going to delete.
-        self._manager = open_manager(directory, self._newest, cleans=False)
+        self._manager = open_manager(self.directory, self._newest, cleans=False)
         newest = self.latest_step()
         kept = "none" if newest is None else f"step {newest}"
         self._failures.append(
-            f"step {step} was NOT saved in {directory}: {type(error).__name__}: "
+            f"step {step} was NOT saved in {self.directory}: {type(error).__name__}: "
             f"{error}; newest checkpoint: {kept}"
         )
         if len(self._failures) > 1:
@@ -302,29 +312,30 @@ class Checkpoints:
             )
         return None, damages
 
-    @property
-    def _damaged(self) -> Path:
-        return self.directory / DAMAGED
-
     def _set_aside(self, stored: StoredStep, what: str, why: object) -> None:
         """Moves a step out of the way; deletes nothing."""
-        step, damaged = stored.step, self._damaged
+        step = stored.step
+        damaged = self.directory / DAMAGED
         self._say(f"WARNING: step {step} {what} and moves to {damaged}: {why}")
-        names = [str(step), *(f"{step}.{n}" for n in range(1, 1000))]
         if jax.process_index() == 0:
             damaged.mkdir(exist_ok=True)
-            free = next(name for name in names if not (damaged / name).exists())
-            stored.directory.rename(damaged / free)
+            target = damaged / str(step)
+            number = 1
+            while target.exists():  # the step was made again, and set aside again
+                target = damaged / f"{step}.{number}"
+                number += 1
+            stored.directory.rename(target)
+        # Processes that list the steps before the rename would restore this one.
         wait_for_all(f"set aside {step}")
         self._manager.reload()
 
     def _check_model(self, stored: StoredStep, meta: Mapping[str, Any]) -> None:
         """Compares a step's fingerprint with ours."""
-        found = differences(leaves(meta[FINGERPRINT]), leaves(self._fingerprint))
-        if found:
+        differing = differences(leaves(meta[FINGERPRINT]), leaves(self._fingerprint))
+        if differing:
             raise ValueError(
                 f"{stored} belongs to another model; use another workdir, or the"
-                f" configuration that it was saved with:\n  {listed(found)}"
+                f" configuration that it was saved with:\n  {listed(differing)}"
             )
 
 
@@ -340,13 +351,14 @@ class Manager(ocp.CheckpointManager):
 
     def _load_checkpoint_infos(self, *args: Any, **options: Any) -> list[Any]:
         """Lists the steps; raises OSError where Orbax drops one whose `stat` failed."""
-        named = []
+        paths = []
         with contextlib.suppress(FileNotFoundError):  # a bucket without objects
-            named = [x for x in self.directory.iterdir() if STEP.fullmatch(x.name)]
+            paths = list(self.directory.iterdir())
         infos = super()._load_checkpoint_infos(*args, **options)
         listed_steps = {str(info.step) for info in infos}
-        for path in named:
-            if path.name not in listed_steps and _is_finished(path):
+        for path in paths:
+            is_dropped = STEP.fullmatch(path.name) and path.name not in listed_steps
+            if is_dropped and _is_finished(path):
                 raise OSError(f"{path} is there, but could not be looked at")
         return infos
 
@@ -358,10 +370,10 @@ class Newest(ocp.checkpoint_managers.LatestN):
 
     def should_preserve(self, checkpoints: Sequence[Any], **rest: Any) -> list[bool]:
         preserved = super().should_preserve(checkpoints, **rest)
-        return [is_new or not self.rotates for is_new in preserved]
+        return list(preserved) if self.rotates else [True] * len(preserved)
 
 
-def _is_finished(directory: Path) -> bool:
+def _is_finished(directory: epath.Path) -> bool:
     """Returns whether a finished step is there; raises OSError if it cannot list it."""
     try:
         items = {path.name for path in directory.iterdir()}
@@ -372,7 +384,7 @@ def _is_finished(directory: Path) -> bool:
     return not is_google or ocp.path.atomicity.COMMIT_SUCCESS_FILE in items
 
 
-def open_manager(directory: str | Path, newest: Newest, *, cleans: bool) -> Manager:
+def open_manager(directory: AnyPath, newest: Newest, *, cleans: bool) -> Manager:
     """Opens a directory of steps, and makes it where it is missing.
 
     cleans: whether what earlier saves have left unfinished is removed.
@@ -380,6 +392,8 @@ def open_manager(directory: str | Path, newest: Newest, *, cleans: bool) -> Mana
     options = ocp.CheckpointManagerOptions(
         preservation_policy=newest, cleanup_tmp_directories=cleans
     )
-    state, meta = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
-    handlers = {STATE: state, META: meta}
+    handlers = {
+        STATE: ocp.StandardCheckpointHandler(),
+        META: ocp.JsonCheckpointHandler(),
+    }
     return Manager(absolute(directory), item_handlers=handlers, options=options)

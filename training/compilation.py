@@ -13,12 +13,12 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jax
 from jax._src import compilation_cache  # the public module takes no cache of ours
 
-from training.workdir import is_bucket, make_writable, place_of
+from training.workdir import is_bucket, make_writable, path_of
 
 LEAST_SECONDS = 0.3
 """Programs that compile faster are not kept."""
@@ -36,28 +36,29 @@ class Compilation:
     """Seconds in which XLA compiled, and how many programs were found compiled."""
 
     seconds: float = 0.0
-    found: int = 0
+    reused: int = 0
 
     def __str__(self) -> str:
         xla = f"XLA {self.seconds:.1f} s since the start"
-        return f"{xla}, {self.found} programs from earlier ones"
+        return f"{xla}, {self.reused} programs from earlier ones"
 
-    def _count(self, event: str, seconds: float, **_: Any) -> None:
+    def _count(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED:  # the reading included
-            self.seconds += seconds
+            self.seconds += duration_secs
         elif event == _READ:
-            self.seconds, self.found = self.seconds - seconds, self.found + 1
+            self.seconds -= duration_secs
+            self.reused += 1
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Compilation]:
     """Counts what is compiled in the block, by JAX's events."""
-    found = Compilation()
-    jax.monitoring.register_event_duration_secs_listener(found._count)
+    compilation = Compilation()
+    jax.monitoring.register_event_duration_secs_listener(compilation._count)
     try:
-        yield found
+        yield compilation
     finally:
-        jax.monitoring.unregister_event_duration_listener(found._count)
+        jax.monitoring.unregister_event_duration_listener(compilation._count)
 
 
 @contextlib.contextmanager
@@ -89,6 +90,7 @@ def kept_in(directory: str, say: Callable[[str], None] = print) -> Iterator[None
     try:
         for name, value in settings.items():
             jax.config.update(name, value)
+        # JAX opens a cache once, and would go on with the one that it has.
         compilation_cache.reset_cache()
         compilation_cache._cache = Programs(directory, say)
         yield
@@ -108,11 +110,13 @@ class Programs(compilation_cache.CacheInterface):
     """
 
     def __init__(self, directory: str, say: Callable[[str], None]) -> None:
-        self._path = place_of(directory)
+        # JAX types what is a path of etils as one of pathlib.
+        self._path = cast(Path, path_of(directory))
         self._say = say
         self._has_warned = False
 
-    def get(self, key: str) -> bytes | None:
+    # JAX's own states no type: it is taken to return nothing.
+    def get(self, key: str) -> bytes | None:  # pyrefly: ignore[bad-override]
         """Returns a program as it was put; None where it is missing or damaged."""
         file = self._path / (key + _SUFFIX)
         try:
@@ -140,7 +144,7 @@ class Programs(compilation_cache.CacheInterface):
         """Removes the oldest files, JAX's own too, until so many bytes fit."""
         files = {file: _time_and_size(file) for file in self._path.glob("*-cache")}
         total = sum(size for _, size in files.values())
-        for file in sorted(files, key=files.get):
+        for file in sorted(files, key=files.__getitem__):
             if total + num_bytes <= MOST_BYTES:
                 break
             file.unlink()
@@ -163,9 +167,8 @@ def _with_digest(key: str, program: bytes) -> bytes:
 def _time_and_size(file: Path) -> tuple[float, int]:
     """Returns when a file was written, in seconds (0: unknown), and its bytes."""
     if is_bucket(file):
-        status = file.stat()
-        return status.mtime, status.length
-    status = os.stat(
-        file
-    )  # epath asks for its owner's name, which a container may lack
+        in_bucket = path_of(file).stat()
+        return in_bucket.mtime, in_bucket.length
+    # Not of epath, which asks for the owner's name, which a container may lack.
+    status = os.stat(file)
     return status.st_mtime, status.st_size

@@ -30,18 +30,22 @@ def digests(tree: Any) -> dict[str, Digest]:
 
     tree: of arrays, sharded in any way. Every process has to call this.
     """
-    found = jax.device_get(_by_name(tree))
-    return {name: Digest(*map(int, numbers)) for name, numbers in found.items()}
+    by_name = {}
+    for name, counts in jax.device_get(_by_name(tree)).items():
+        bits, nans, infinities = map(int, counts)
+        by_name[name] = Digest(bits, nans, infinities)
+    return by_name
 
 
-def not_finite(found: Mapping[str, Digest]) -> str:
+def not_finite(by_name: Mapping[str, Digest]) -> str:
     """Names the first array that is not finite and says what it holds; "" for none."""
-    bad = [name for name, digest in found.items() if digest.nans or digest.infinities]
+    bad = [name for name, digest in by_name.items() if digest.nans or digest.infinities]
     if not bad:
         return ""
-    _, nans, infinities = found[bad[0]]
-    counts = (f"{nans} nan", nans), (f"{infinities} inf", infinities)
-    held = " and ".join(text for text, count in counts if count)
+    _, nans, infinities = by_name[bad[0]]
+    held = f"{nans} nan and {infinities} inf"
+    if not nans or not infinities:
+        held = f"{nans} nan" if nans else f"{infinities} inf"
     others = f" (and {len(bad) - 1} more arrays are not finite)" if bad[1:] else ""
     return f"{bad[0]} holds {held}{others}"
 
@@ -50,19 +54,21 @@ def not_finite(found: Mapping[str, Digest]) -> str:
 def device_digest(tree: Any) -> jax.Array:
     """Computes one uint32 for a whole tree, left on the devices."""
     here = jax.device_put(tree, jax.memory.Space.Device)  # some may be on the host
+    # A digest of digests, not their sum: arrays that change places are seen.
     words = [digest(leaf) for leaf in jax.tree.leaves(here)]
     return digest(jnp.stack(words))
 
 
 @jax.jit
-def _by_name(tree: Any) -> dict[str, Digest]:
-    found = {}
+def _by_name(tree: Any) -> dict[str, tuple[jax.Array, jax.Array, jax.Array]]:
+    by_name = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         leaf = jax.device_put(leaf, jax.memory.Space.Device)  # may be on the host
-        counts = _count(jnp.isnan, leaf), _count(jnp.isinf, leaf)
+        nans = _count(jnp.isnan, leaf)
+        infinities = _count(jnp.isinf, leaf)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found[name] = Digest(digest(leaf), *counts)
-    return found
+        by_name[name] = digest(leaf), nans, infinities
+    return by_name
 
 
 def _count(function: Callable[[jax.Array], jax.Array], array: Any) -> jax.Array:
@@ -76,17 +82,18 @@ def _count(function: Callable[[jax.Array], jax.Array], array: Any) -> jax.Array:
 def digest(array: jax.Array) -> jax.Array:
     """Returns the uint32 digest of an array of any shape and a type of 1 to 8 bytes."""
     bits = _words(jnp.asarray(array))
-    return scramble(bits ^ places(bits.shape)).sum(dtype=jnp.uint32)
+    # Addition has no order: the same on every mesh, and no element has to move.
+    return scramble(bits ^ scrambled_indices(bits.shape)).sum(dtype=jnp.uint32)
 
 
-def places(shape: tuple[int, ...]) -> jax.Array:
+def scrambled_indices(shape: tuple[int, ...]) -> jax.Array:
     """Returns a uint32 for each element of an array, scrambled from its indices."""
     # Each axis is scrambled by itself: a flat index would overflow.
-    place = jnp.zeros((1,) * len(shape), jnp.uint32)
+    words = jnp.zeros((1,) * len(shape), jnp.uint32)
     for axis in range(len(shape)):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        place = scramble(place + index + jnp.uint32(1))
-    return place
+        words = scramble(words + index + jnp.uint32(1))
+    return words
 
 
 def _words(array: jax.Array) -> jax.Array:

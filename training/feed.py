@@ -1,9 +1,11 @@
 """From the blocks that a host has loaded to the arrays of the whole mesh."""
 
+import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from data.batch import Block
@@ -11,11 +13,12 @@ from data.batch import Block
 
 def host_blocks(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[Block, ...]:
     """Returns the blocks of an array [B, T] on this host's devices, each once."""
+    # Devices along tensor hold copies, which are read once.
     indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(dict.fromkeys(_block(index, shape) for index in indices))
 
 
-def place[Arrays: NamedTuple](
+def global_batch[Arrays: NamedTuple](
     blocks: Mapping[Block, Arrays], sharding: NamedSharding, shape: tuple[int, int]
 ) -> Arrays:
     """Builds the global batch from this host's blocks of it.
@@ -24,20 +27,33 @@ def place[Arrays: NamedTuple](
     sharding: of arrays (B, T); further axes are whole on every device.
     shape: (B, T).
     """
-    some = next(iter(blocks.values()))
-
-    def array(field: int) -> jax.Array:
-        return jax.make_array_from_callback(
-            (*shape, *some[field].shape[2:]),
-            sharding,
-            lambda index: blocks[_block(index[:2], shape)][field],
+    first = next(iter(blocks.values()))
+    arrays = []
+    for field, of_block in enumerate(first):
+        arrays.append(
+            jax.make_array_from_callback(
+                (*shape, *of_block.shape[2:]),
+                sharding,
+                functools.partial(_shard, blocks, shape, field),
+            )
         )
+    return type(first)(*arrays)
 
-    return type(some)(*map(array, range(len(some))))
+
+def _shard(
+    blocks: Mapping[Block, Any],
+    shape: tuple[int, int],
+    field: int,
+    index: tuple[slice, ...] | None,
+) -> np.ndarray:
+    """Returns a device's part of an array of the batch, by its slices."""
+    return blocks[_block(index, shape)][field]
 
 
-def _block(index: tuple[slice, ...], shape: tuple[int, int]) -> Block:
-    rows, columns = (
-        part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
-    )
-    return Block(rows, columns)
+def _block(index: tuple[slice, ...] | None, shape: tuple[int, int]) -> Block:
+    """Returns the block that these slices of rows and columns are."""
+    if index is None:  # JAX's type allows it for devices of other hosts
+        raise ValueError("a device of this host must hold a part of the batch")
+    first_row, end_row, _ = index[0].indices(shape[0])
+    first_column, end_column, _ = index[1].indices(shape[1])
+    return Block((first_row, end_row), (first_column, end_column))

@@ -5,7 +5,7 @@ XLA for v4 and v5e waits for every reduce-scatter. Gathers it hides as they are.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class Way:
     def whole(self, shard: jax.Array) -> jax.Array:
         """Gathers a parameter, rounded before it travels."""
         whole = shard.astype(self.dtype)
+        # In reverse: in any other order shards would come back permuted.
         for name, groups in reversed(self.stages):
             whole = lax.all_gather(
                 whole, name, axis=self.axis, axis_index_groups=groups, tiled=True
@@ -84,29 +85,42 @@ def multiply(x: jax.Array, shard: jax.Array, way: Way, inputs: int) -> jax.Array
     return _forward(x, shard, way, inputs)[0]
 
 
-def _forward(x, shard, way, inputs):
+def _forward(
+    x: jax.Array, shard: jax.Array, way: Way, inputs: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     whole = way.whole(shard)
     y = jnp.tensordot(x, whole, ([*range(-inputs, 0)], [*range(inputs)]))
     return y, (x, whole)
 
 
-def _backward(way, inputs, residuals, dy):
+def _backward(
+    way: Way, inputs: int, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, whole = residuals
     operands = (
-        x.reshape(-1, *x.shape[x.ndim - inputs :]),
-        dy.reshape(-1, *whole.shape[inputs:]),
+        x.reshape(-1, *x.shape[x.ndim - inputs :]),  # (tokens, inputs…)
+        dy.reshape(-1, *whole.shape[inputs:]),  # (tokens, outputs…)
     )
-    line = Line(*way.stages[0])
-    side = int(way.axis >= inputs)  # of the operands, the one that is cut
-    along = 1 + way.axis - side * inputs
+    axis_name, groups = way.stages[0]
+    line = Line(axis_name, groups)
+    is_cut_in_outputs = way.axis >= inputs
+    # Of x or dy, after their tokens.
+    along = 1 + way.axis - (inputs if is_cut_in_outputs else 0)
+    # Tokens of each piece of x's gradient, which is made in size / 2 pieces.
     rows = -(-len(operands[0]) // (line.size // 2))
 
-    def compute(operands: Sequence[jax.Array], distance: int, number: int):
+    def compute(
+        operands: tuple[jax.Array, jax.Array], distance: int, number: int
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns a device's part of the gradient; of x's, rows every second time."""
-        pair = list(operands)
-        pair[side] = line.part(pair[side], along, distance)
-        part = jnp.tensordot(*pair, (0, 0), preferred_element_type=jnp.float32)
-        dy = operands[1][number // 2 * rows :][: rows * (number % 2)]
+        x, dy = operands
+        dy_part = dy
+        if is_cut_in_outputs:
+            dy_part = line.part(dy, along, distance)
+        else:
+            x = line.part(x, along, distance)
+        part = jnp.tensordot(x, dy_part, (0, 0), preferred_element_type=jnp.float32)
+        dy = dy[number // 2 * rows :][: rows * (number % 2)]
         axes = [*range(1, dy.ndim)], [*range(inputs, whole.ndim)]
         return part, jnp.tensordot(dy, whole, axes)
 
@@ -130,24 +144,27 @@ class Line:
         self.size = len(self.groups[0])
         self.number = lax.axis_index(name)
         if groups:
-            ranks = {i: rank for line in groups for rank, i in enumerate(line)}
-            self.number = jnp.array([ranks[i] for i in sorted(ranks)])[self.number]
+            ranks = [0] * lax.axis_size(name)
+            for line in groups:
+                for rank, index in enumerate(line):
+                    ranks[index] = rank
+            self.number = jnp.array(ranks)[self.number]
 
     def send(self, x: jax.Array, sign: int) -> jax.Array:
         """Hands x on to the next device, or to the one before (sign -1)."""
-        pairs = [
-            (line[i], line[(i + sign) % self.size])
-            for line in self.groups
-            for i in range(self.size)
-        ]
+        pairs = []
+        for line in self.groups:
+            for i in range(self.size):
+                pairs.append((line[i], line[(i + sign) % self.size]))
+        # By this name readers of a compiled program tell it from a ring's transfers.
         with jax.named_scope(SCOPE):
             return lax.ppermute(x, self.name, pairs)
 
     def part(self, x: jax.Array, axis: int, distance: int) -> jax.Array:
         """Returns the part of x of the device at this distance."""
         rows = x.shape[axis] // self.size
-        place = (self.number + distance) % self.size * rows
-        return lax.dynamic_slice_in_dim(x, place, rows, axis)
+        start = (self.number + distance) % self.size * rows
+        return lax.dynamic_slice_in_dim(x, start, rows, axis)
 
 
 def _reduce(
@@ -166,12 +183,19 @@ def _reduce(
     Returns:
       This device's sum, and what else was computed, by part.
     """
-    hold = lax.optimization_barrier if is_held else lambda x: x
-    arrived, others = dict[int, jax.Array](), []
+    arrived: dict[int, jax.Array] = {}  # the sum under way, by its direction
+    others = []
+    # The farthest device's part first: its sum has the longest way to go.
     for number, left in enumerate(range(line.size - 1, 0, -1)):
         sign = 1 if left % 2 else -1
-        total, other = compute(operands, sign * ((left + 1) // 2), number)
-        operands, total, other = hold((operands, total + arrived.pop(sign, 0), other))
+        distance = (left + 1) // 2
+        total, other = compute(operands, sign * distance, number)
+        total = total + arrived.pop(sign, 0)
+        if is_held:
+            # The next part reads the operands that come out here: XLA cannot compute
+            # it before this sum, nor all of them before the first transfer.
+            held = lax.optimization_barrier((operands, total, other))
+            operands, total, other = held
         arrived[sign] = line.send(total, sign)
         others.append(other)
     own, other = compute(operands, 0, line.size - 1)
@@ -198,6 +222,7 @@ def _scatter(x: jax.Array, axis: int, name: str, groups: Groups | None) -> jax.A
             x, name, scatter_dimension=axis, axis_index_groups=groups, tiled=True
         )
     x = jnp.moveaxis(x, axis, 0)
+    # (parts, length / parts · …, minor)
     split = x.reshape(parts, -1, *x.shape[1:][-1:])
     mine = lax.psum_scatter(split, name, axis_index_groups=groups)
     return jnp.moveaxis(mine.reshape(-1, *x.shape[1:]), 0, axis)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from etils import epath
+
 from training.workdir import replace_text
 
 KINDS = "setup", "restore", "compile", "data", "step", "save", "evaluation", "lost"
@@ -30,8 +32,9 @@ class Goodput:
 
     def __post_init__(self) -> None:
         self.seconds = dict.fromkeys(KINDS, 0.0)
-        self._kind, self._since = "setup", self.clock()
-        self._record: Path | None = None
+        self._kind = "setup"
+        self._since = self.clock()
+        self._record: Path | epath.Path | None = None
         self._recorded = -self.record_every_seconds
         self._steps = 0
         self._earlier = 0.0  # seconds of steps at earlier starts
@@ -40,7 +43,9 @@ class Goodput:
         """Counts the time from now on as `kind`; gives the kind before."""
         now = self.clock()
         self.seconds[self._kind] += now - self._since
-        before, self._kind, self._since = self._kind, kind, now
+        before = self._kind
+        self._kind = kind
+        self._since = now
         return before
 
     @contextlib.contextmanager
@@ -53,7 +58,10 @@ class Goodput:
             self.switch(before)
 
     def resume(
-        self, record: Path, first_step: int, say: Callable[[str], None] = print
+        self,
+        record: Path | epath.Path,
+        first_step: int,
+        say: Callable[[str], None] = print,
     ) -> None:
         """Takes over what earlier starts have recorded, and records there.
 
@@ -75,6 +83,7 @@ class Goodput:
         except (OSError, ValueError, LookupError, TypeError) as error:
             say(f"{record} is left out of the goodput, as no record: {error!r}")
             return
+        # No more than there were: those of a start on faster chips took less each.
         lost = min(lost, seconds["step"])
         for kind in KINDS:
             self.seconds[kind] += seconds[kind]

@@ -29,10 +29,13 @@ class GuardState(NamedTuple):
 
 def initial_guard() -> GuardState:
     """Returns the state before the first step."""
-
-    # One each, as a buffer cannot be donated twice.
-    skipped, in_row, seen = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return GuardState(skipped, in_row, jnp.zeros(SPIKE_WINDOW, jnp.float32), seen)
+    # A zero each: the state is donated, and a buffer cannot be donated twice.
+    return GuardState(
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_row=jnp.zeros((), jnp.int32),
+        losses=jnp.zeros(SPIKE_WINDOW, jnp.float32),
+        seen=jnp.zeros((), jnp.int32),
+    )
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,11 @@ class GuardSettings:
     replay: bool = False
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name}={value} must be at least 0, and finite"
-            for name in ("spike_sigmas", "first_step_seconds", "step_seconds")
-            if not 0 <= (value := getattr(self, name)) < math.inf
-        ]
+        wrong = []
+        for name in "spike_sigmas", "first_step_seconds", "step_seconds":
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                wrong.append(f"{name}={value} must be at least 0, and finite")
         if self.stop_after < 1:
             wrong.append(f"stop_after={self.stop_after} must be at least 1")
         if wrong:
@@ -77,10 +80,12 @@ def judge(
 
     loss, grad_norm: of this step, float32 scalars.
     """
+    # The norm too: gradients may overflow where the loss is still a number.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     is_good = is_finite & ~_is_spike(guard, loss, spike_sigmas)
     newer = jnp.append(guard.losses[1:], loss.astype(jnp.float32))
-    # Spikes are remembered, so that a lasting change becomes the usual.
+    # Spikes are remembered, so that a lasting change becomes the usual; what is not
+    # finite is not, or the mean would be nan and no later step a spike.
     return is_good, GuardState(
         skipped=guard.skipped + (~is_good).astype(jnp.int32),
         skipped_in_row=jnp.where(is_good, 0, guard.skipped_in_row + 1),
@@ -92,6 +97,7 @@ def judge(
 def _is_spike(guard: GuardState, loss: jax.Array, spike_sigmas: float) -> jax.Array:
     if not spike_sigmas:
         return jnp.zeros((), bool)
+    # Until the window is full it holds zeros, which would lower the mean.
     limit = guard.losses.mean() + spike_sigmas * guard.losses.std()
     return (guard.seen >= SPIKE_WINDOW) & (loss > limit)
 
@@ -123,7 +129,8 @@ def check_skipped(
 
 def outcome(step: int, metrics: Mapping[str, float]) -> str:
     """Describes what a step gave, in a few words."""
-    loss, norm = metrics["loss"], metrics["grad_norm"]
+    loss = metrics["loss"]
+    norm = metrics["grad_norm"]
     return f"loss {loss:.4g} and gradients of norm {norm:.4g} at step {step}"
 
 
@@ -153,14 +160,15 @@ def compare_replays(
     Raises:
       BadSteps: the results differ, so something other than the data is at fault.
     """
-    found = [tuple(map(float, replay[:2])) for replay in replays]
     first = metrics["loss"], metrics["grad_norm"]
+    again = [(float(replay.loss), float(replay.grad_norm)) for replay in replays]
+    # Replays are one program, so all their bits agree; the first time was another's.
     is_same = len({int(replay.digest) for replay in replays}) == 1
-    if not is_same or not np.allclose(found, first, rtol=1e-2, equal_nan=True):
-        said = ", ".join(f"({loss:.6g}, {norm:.6g})" for loss, norm in [first, *found])
+    if not is_same or not np.allclose(again, first, rtol=1e-2, equal_nan=True):
+        pairs = ", ".join(f"({loss:.6g}, {norm:.6g})" for loss, norm in [first, *again])
         raise BadSteps(
-            f"step {step} was computed {1 + len(found)} times from the same parameters "
-            f"and data, with other results each time: loss and gradient norm {said}. "
+            f"step {step} was computed {1 + len(again)} times from the same parameters "
+            f"and data, with other results each time: loss and gradient norm {pairs}. "
             "Suspect the hardware, or a kernel that is not deterministic "
             "(config.implementation)"
         )

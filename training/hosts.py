@@ -3,6 +3,7 @@
 Each of them runs the same program on the same command line.
 """
 
+import collections
 import os
 import re
 import socket
@@ -48,7 +49,7 @@ def connect(
     for name, seconds in times.items():
         if seconds < 1:
             raise ValueError(f"hosts: {name}={seconds} must be at least 1")
-    options = {
+    options: dict[str, int | str] = {
         "initialization_timeout": start_seconds,
         "heartbeat_timeout_seconds": lost_seconds,
         "shutdown_timeout_seconds": lost_seconds,
@@ -72,7 +73,7 @@ def connect(
             if NOT_DETECTED not in str(error):
                 raise
         return
-    _check_place(coordinator, count, index)
+    _check_address(coordinator, count, index)
     if LOOPBACK.match(coordinator):
         # JAX's own choice is every interface: others could join the run, or stop it.
         options["coordinator_bind_address"] = coordinator
@@ -86,11 +87,11 @@ def connect(
     _check_counts(count, index, start_seconds)
 
 
-def _check_place(coordinator: str, count: int, index: int) -> None:
+def _check_address(coordinator: str, count: int, index: int) -> None:
     """Raises ValueError if it is not HOST:PORT, or cannot be listened to here."""
     host, _, port = coordinator.rpartition(":")
-    is_place = host and port.isdecimal() and 0 < int(port) < 2**16
-    if not 0 <= index < count or not is_place:
+    is_address = host and port.isdecimal() and 0 < int(port) < 2**16
+    if not 0 <= index < count or not is_address:
         raise ValueError(
             f"hosts: {coordinator=} {count=} {index=}: give HOST:PORT, and an index "
             "from 0 to count - 1"
@@ -98,6 +99,7 @@ def _check_place(coordinator: str, count: int, index: int) -> None:
     if index:
         return
     with socket.socket() as probe:  # JAX would share the port of another program
+        # Else a port that a run has just left would count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
@@ -113,17 +115,23 @@ def _check_counts(count: int, index: int, seconds: int) -> None:
 
     Devices of processes with different counts wait for each other until a timeout.
     """
-    store, name = global_state.client, "annulus/count"
+    store = global_state.client
+    assert store is not None  # as `join` has returned
+    name = "annulus/count"
+    milliseconds = seconds * 1000
     store.key_value_set(f"{name}/{index}", str(count))
     if index == 0:
-        places = (f"{name}/{other}" for other in range(count))
-        given = [store.blocking_key_value_get(x, seconds * 1000) for x in places]
-        store.key_value_set(name, ", ".join(given))
-    found = store.blocking_key_value_get(name, seconds * 1000).split(", ")
-    if len(set(found)) > 1:
+        counts = []
+        for other in range(count):
+            key = f"{name}/{other}"
+            counts.append(store.blocking_key_value_get(key, milliseconds))
+        store.key_value_set(name, ", ".join(counts))
+    # All judge the first one's list, so that all of them refuse, or none.
+    given = store.blocking_key_value_get(name, milliseconds).split(", ")
+    if len(set(given)) > 1:
         raise ValueError(
-            f"hosts: count must be the same on every process, got {', '.join(found)} "
-            f"on processes 0 to {len(found) - 1}"
+            f"hosts: count must be the same on every process, got {', '.join(given)} "
+            f"on processes 0 to {len(given) - 1}"
         )
 
 
@@ -147,19 +155,23 @@ def tell_all(text: str) -> list[str]:
     Raises:
       ValueError: processes have different numbers of devices, so they cannot talk.
     """
-    devices = [device.process_index for device in jax.devices()]
-    counts = [devices.count(index) for index in range(jax.process_count())]
+    # `process_allgather` takes the devices as a rectangle, processes times devices.
+    devices = collections.Counter(device.process_index for device in jax.devices())
+    counts = [devices[index] for index in range(jax.process_count())]
     if len(set(counts)) > 1:
         raise ValueError(
             f"the processes have {', '.join(map(str, counts))} devices: give each the "
             "same number (config.simulated_devices)"
         )
-    said = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(said.size)).ravel()
-    padded = np.pad(said, (0, sizes.max() - said.size))
-    every = multihost_utils.process_allgather(padded).reshape(sizes.size, -1)
-    rows = zip(every, sizes, strict=True)
-    return [row[:size].tobytes().decode() for row, size in rows]
+    # Gathered arrays must have one shape on all processes, so sizes go first.
+    text_bytes = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text_bytes.size)).ravel()
+    padded = np.pad(text_bytes, (0, sizes.max() - text_bytes.size))
+    rows = multihost_utils.process_allgather(padded).reshape(sizes.size, -1)
+    texts = []
+    for row, size in zip(rows, sizes, strict=True):
+        texts.append(row[:size].tobytes().decode())
+    return texts
 
 
 def wait_for_all(name: str) -> None:

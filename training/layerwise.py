@@ -8,7 +8,7 @@ as matrices: so factors, norms and orthogonal updates are those of a layer's mat
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,17 +57,17 @@ class Storage:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        known = {"moments": MOMENTS, "parameters": PARAMETERS}
-        check_names(self, known | {"placement": PLACEMENTS})
+        known = {"moments": MOMENTS, "parameters": PARAMETERS, "placement": PLACEMENTS}
+        check_names(self, known)
 
 
-def check_names(settings: Any, known: dict[str, tuple[str, ...]]) -> None:
-    values = {name: getattr(settings, name) for name in known}
-    wrong = [
-        f"{name}={value!r} must be one of {', '.join(known[name])}"
-        for name, value in values.items()
-        if value not in known[name]
-    ]
+def check_names(settings: Any, known: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises ValueError for each field whose value is none of those known."""
+    wrong = []
+    for name, choices in known.items():
+        value = getattr(settings, name)
+        if value not in choices:
+            wrong.append(f"{name}={value!r} must be one of {', '.join(choices)}")
     if wrong:
         raise ValueError("; ".join(wrong))
 
@@ -93,16 +93,18 @@ class Weight:
         """Shape of the matrix: inputs, outputs."""
         if not self.is_matrix:
             return self.shape
-        sides = self.shape[: self._inputs], self.shape[self._inputs :]
-        return tuple(math.prod(side) for side in sides)
+        inputs = math.prod(self.shape[: self._inputs])
+        outputs = math.prod(self.shape[self._inputs :])
+        return inputs, outputs
 
     @property
     def view_names(self) -> Axes:
         """Names of the matrix's axes: each the first of those that it is made of."""
         if not self.is_matrix:
             return self.names
-        sides = self.names[: self._inputs], self.names[self._inputs :]
-        return tuple(next(filter(None, side), None) for side in sides)
+        inputs = self.names[: self._inputs]
+        outputs = self.names[self._inputs :]
+        return next(filter(None, inputs), None), next(filter(None, outputs), None)
 
     @property
     def block_axis(self) -> int:
@@ -111,9 +113,10 @@ class Weight:
         One of which a device has many consecutive elements: not "embed", over which
         parameters are sharded the finest; but for a vocabulary, whose rows differ.
         """
-        names = self.view_names
-        is_table = "vocab" in names
-        return next((i for i in (1, 0) if (names[i] == "embed") == is_table), 1)
+        inputs, outputs = self.view_names
+        if "vocab" in (inputs, outputs):
+            return 0 if inputs == "embed" and outputs != "embed" else 1
+        return 0 if outputs == "embed" and inputs != "embed" else 1
 
     def state_names(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
         """Returns the names of the axes of an array of optax's state.
@@ -121,17 +124,25 @@ class Weight:
         path: of the array, which has the name that optax gives it.
         """
         names = self.view_names
-        fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
+        fields = _field_names(path)
         if "scales" in fields:
             return (*names[: self.block_axis], None, *names[self.block_axis + 1 :])
         if len(shape) == len(names):
             return names
         # Adafactor's means: "v_row" has the shorter axis left, "v_col" the longer.
-        kept = np.argsort(self.view, stable=True)[-2:]
-        axis = {"v_row": 0, "v_col": 1}.get(next(iter(fields & {"v_row", "v_col"}), ""))
-        if axis is None or shape != (self.view[kept[axis]],):
+        if len(names) < 2:
             return (None,) * len(shape)
-        return (names[kept[axis]],)
+        shorter, longer = np.argsort(self.view, stable=True)[-2:]
+        if "v_row" in fields and shape == (self.view[shorter],):
+            return (names[shorter],)
+        if "v_col" in fields and shape == (self.view[longer],):
+            return (names[longer],)
+        return (None,) * len(shape)
+
+
+def _field_names(path: tuple[Any, ...]) -> set[str]:
+    """Returns the names of the fields of records along a path of a tree."""
+    return {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
 
 
 def weights_of(shapes: Any, axes: Any, is_matrix: Callable[[str], bool]) -> Any:
@@ -211,60 +222,78 @@ class Layerwise:
         params: Any,
         is_good: jax.Array | bool = True,
     ) -> tuple[Any, LayerwiseState]:
+        # Of all layers, before one of them is updated: clipping each by its own norm
+        # would be another optimizer.
         norm = global_norm(grads)
         factor = jnp.where(norm < self.clip_norm, 1, self.clip_norm / norm)
+        # From the count alone: a run that resumes rounds as it would have undisturbed.
         key = jax.random.fold_in(jax.random.key(self.storage.seed), state.count)
 
-        def make(
-            transformation: optax.GradientTransformation,
-            number: jax.Array | int,
-            grads: Any,
-            params: Any,
-            state: Any,
-        ) -> tuple[Any, Any]:
-            """Returns the new parameters and state of one layer, or of the rest."""
-            keys = jax.random.split(jax.random.fold_in(key, number))
-            grads = jax.tree.map(lambda g: factor * g, self._matrices(grads))
-            wide = self._matrices(params)
-            update = standard_promotion(transformation.update)
-            updates, new = update(grads, decode(state), wide)
-            wide = jax.tree.map(jnp.add, wide, updates)
-            new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
-            return chosen(is_good, new, (params, state))
-
-        (layers, rest), (layer_grads, rest_grads) = _split(params), _split(grads)
+        layers, rest = _split(params)
+        layer_grads, rest_grads = _split(grads)
         count = len(jax.tree.leaves(layers)[0]) if layers else 0
 
         def through(number: jax.Array, old: tuple[Any, Any]) -> tuple[Any, Any]:
-            def own(whole: jax.Array) -> jax.Array:
-                # From the host as it is there: XLA for GPUs cannot reshape it before.
-                one = lax.dynamic_slice_in_dim(whole, number, 1)
-                return lax.squeeze(jax.device_put(one, jax.memory.Space.Device), (0,))
-
-            def write(whole: jax.Array, own: jax.Array) -> jax.Array:
-                one = jax.device_put(own[None], jax.typeof(whole).memory_space)
-                return lax.dynamic_update_slice_in_dim(whole, one, number, 0)
-
-            part = jax.tree.map(own, (layer_grads, *old))
-            return jax.tree.map(write, old, make(self.of_layer, number, *part))
+            take = functools.partial(_take_layer, number)
+            put = functools.partial(_put_layer, number)
+            grads, params, state = jax.tree.map(take, (layer_grads, *old))
+            own_key = jax.random.fold_in(key, number)
+            new = self._updated(
+                self.of_layer, factor, is_good, own_key, grads, params, state
+            )
+            # In place: the loop carries the donated arrays, so that no second copy of
+            # parameters or state exists, on the device or on the host.
+            return jax.tree.map(put, old, new)
 
         layers, layers_state = lax.fori_loop(0, count, through, (layers, state.layers))
-        places = jax.tree.map(lambda x: jax.typeof(x).memory_space, state.rest)
+        spaces = jax.tree.map(lambda x: jax.typeof(x).memory_space, state.rest)
         rest_state = jax.device_put(state.rest, jax.memory.Space.Device)
-        rest, rest_state = make(self.of_rest, count, rest_grads, rest, rest_state)
-        rest_state = jax.tree.map(jax.device_put, rest_state, places)
+        # Numbered after the layers: its random bits are those of none of them.
+        own_key = jax.random.fold_in(key, count)
+        rest, rest_state = self._updated(
+            self.of_rest, factor, is_good, own_key, rest_grads, rest, rest_state
+        )
+        rest_state = jax.tree.map(jax.device_put, rest_state, spaces)
+        # A skipped update is not counted, as in optax's states: else schedule and bias
+        # correction would run ahead of the updates made.
         number = state.count + jnp.asarray(is_good, jnp.int32)
         return {**rest, **layers}, LayerwiseState(number, layers_state, rest_state)
+
+    def _updated(
+        self,
+        transformation: optax.GradientTransformation,
+        factor: jax.Array,
+        is_good: jax.Array | bool,
+        key: jax.Array,
+        grads: Any,
+        params: Any,
+        state: Any,
+    ) -> tuple[Any, Any]:
+        """Returns the new parameters and state of one layer, or of the rest.
+
+        factor: of the gradients, which clips them. key: of what is rounded here.
+        """
+        # One for parameters, one for moments: rounded by the same bits both would err
+        # in the same elements.
+        keys = jax.random.split(key)
+        grads = jax.tree.map(lambda g: factor * g, self._matrices(grads))
+        wide = self._matrices(params)
+        update = standard_promotion(transformation.update)
+        updates, new = update(grads, decode(state), wide)
+        wide = jax.tree.map(jnp.add, wide, updates)
+        new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
+        return chosen(is_good, new, (params, state))
 
     def axes(self, state: LayerwiseState, axes: Any) -> Any:
         named = by_keys(self.weights)
 
         def of(path: tuple[Any, ...], leaf: Any) -> Axes:
-            stacked = (None,) if path[0].name == STACKED else ()
+            stacked: Axes = (None,) if path[0].name == STACKED else ()
             weight = find(named, path)
             inner = leaf.shape[len(stacked) :]
-            names = weight and weight.state_names(path, inner)
-            return (*stacked, *(names or (None,) * len(inner)))
+            if weight is None:
+                return (*stacked, *(None,) * len(inner))
+            return stacked + weight.state_names(path, inner)
 
         return jax.tree_util.tree_map_with_path(of, state)
 
@@ -282,11 +311,14 @@ class Layerwise:
         words = iter(jax.random.bits(key, (leaves,), jnp.uint32))
 
         def of(path: tuple[Any, ...], x: jax.Array) -> Any:
-            weight, word = find(named, path), next(words)
-            fields = {k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)}
-            moment = next(iter(fields & set(FLOAT8)), None)
-            is_stored = moment and weight and weight.is_matrix
-            if not is_stored or self.storage.moments == "float32":
+            weight = find(named, path)
+            word = next(
+                words
+            )  # of each leaf, so that none's depends on the others' types
+            moment = next(iter(_field_names(path) & set(FLOAT8)), None)
+            if moment is None or weight is None or not weight.is_matrix:
+                return x
+            if self.storage.moments == "float32":
                 return x
             if self.storage.moments == "float8":
                 return encode(x, moment, weight.block_axis, word)
@@ -295,12 +327,27 @@ class Layerwise:
         return jax.tree_util.tree_map_with_path(of, state)
 
 
+def _take_layer(number: jax.Array, whole: jax.Array) -> jax.Array:
+    """Returns a layer of a stacked array, on the device."""
+    # From the host as it is there: XLA for GPUs cannot reshape it before.
+    layer = lax.dynamic_slice_in_dim(whole, number, 1)  # (1, …)
+    layer = jax.device_put(layer, jax.memory.Space.Device)
+    return lax.squeeze(layer, (0,))
+
+
+def _put_layer(number: jax.Array, whole: jax.Array, layer: jax.Array) -> jax.Array:
+    """Returns a stacked array, where it is, with a layer replaced."""
+    layer = jax.device_put(layer[None], jax.typeof(whole).memory_space)
+    return lax.dynamic_update_slice_in_dim(whole, layer, number, 0)
+
+
 def _rounded(wide: Any, like: Any, key: jax.Array) -> Any:
     """Returns float32 parameters in the shapes and types of others."""
     words = iter(jax.random.bits(key, (len(jax.tree.leaves(like)),), jnp.uint32))
 
     def of(x: jax.Array, like: jax.Array) -> jax.Array:
-        x, word = x.reshape(like.shape), next(words)
+        x = x.reshape(like.shape)
+        word = next(words)
         if like.dtype == jnp.float32:
             return x
         return stochastic_round(x, random_bits(word, x.shape), like.dtype)

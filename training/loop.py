@@ -47,14 +47,14 @@ class Intervals:
 class Loop:
     """Runs the steps of a run.
 
-    place: from this host's blocks of a batch to the batch on the mesh.
+    to_mesh: from this host's blocks of a batch to the batch on the mesh.
     held_out: blocks of every batch of a validation; may be empty.
     profiler: traces the steps that are asked for.
     stop: requests the end of the run, and of a validation.
     """
 
     programs: Programs
-    place: Callable[[Any], Any]
+    to_mesh: Callable[[Any], Any]
     held_out: Sequence[Any]
     every: Intervals
     checkpoints: Checkpoints
@@ -86,15 +86,19 @@ class Loop:
         for step in range(first_step + 1, last_step + 1):
             with self.goodput.spend("data"):
                 _, blocks = next(batches)
-                batch = self.place(blocks)
+                batch = self.to_mesh(blocks)
+            # Takes the state's memory: nothing may read the old one from here on.
             with self.profiler.step(step, after=state.step):
                 state, metrics = self.programs.train_step(state, batch)
             self.profiler.stop_after(step, metrics)
             try:
                 self._follow(step, state, batch, metrics)
+                # Every process asks in the same places, as calls are counted: so all of
+                # them stop after the same step.
                 if self.stop.requested():
                     last_step = step
                 saves |= _is_due(step, self.every.save, last_step)
+                # A save that is put off, as updates are skipped, stays due.
                 if saves:
                     saves = not self._save(step, state, metrics, step == last_step)
                 if step == last_step:
@@ -137,22 +141,22 @@ class Loop:
         """
         newest = self.checkpoints.latest_step()
         if what := not_finite(digests(state)):
-            said = (
+            cause = (
                 f"the run ends: {what}, since a step between {newest or 0} and {step}. "
                 "Lower config.optimizer.peak_lr if this comes back at the same step; "
                 "if it does not, suspect the hardware, and not the data"
             )
         else:
             made = int(state.step) - int(state.guard.skipped_in_row)
-            said = f"{error}. The state is finite, as step {made} left it"
-            last, stop_after = self.report.last, self.report.stop_after
+            cause = f"{error}. The state is finite, as step {made} left it"
+            last = self.report.last
             in_row = int(last["skipped_in_row"])
-            if in_row >= stop_after and not is_finite(last):
+            if in_row >= self.report.stop_after and not is_finite(last):
                 why = f"loss {last['loss']} after {in_row} skipped updates"
                 self.checkpoints.distrust(made, why)
                 newest = self.checkpoints.latest_step()
         where = "starts over" if newest is None else f"resumes from step {newest}"
-        return BadSteps(f"{said}. The same command {where}")
+        return BadSteps(f"{cause}. The same command {where}")
 
     def _check_the_end(self, step: int, held_out_loss: float | None) -> None:
         """Raises BadSteps where the last parameters are not known to be of use.
@@ -183,6 +187,7 @@ class Loop:
         metrics = self.report.last
         if not metrics.get("skipped_in_row"):
             return
+        # At the first in a row only, as no later one has changed the state since.
         if metrics["skipped_in_row"] == 1:
             self._check(state)
         if self.programs.replay is not None:
@@ -200,9 +205,10 @@ class Loop:
         self.watchdog.pause()
         pause = self.report.throughput.exclude(after=metrics)
         with pause, self.goodput.spend("evaluation"):
+            # Before each batch, as often on every process: they count these calls.
             sums = []
             while len(sums) < len(self.held_out) and not self.stop.requested():
-                batch = self.place(self.held_out[len(sums)])
+                batch = self.to_mesh(self.held_out[len(sums)])
                 sums.append(jax.device_get(self.programs.evaluate(state.params, batch)))
             if len(sums) < len(self.held_out):
                 return None
@@ -221,6 +227,7 @@ class Loop:
           Whether it did. While updates are skipped there is nothing new to save, but
           for the last step; and no older step goes, as one may be from before a fault.
         """
+        # Metrics of this step, which say whether there is anything new in the state.
         self.report.flush()
         is_skipped = bool(self.report.last["skipped_in_row"])
         if is_skipped and not is_last:

@@ -73,12 +73,12 @@ class MeshShape:
     ring_outer: int = 1
     ulysses: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = tuple(getattr(self, axis) for axis in MESH_AXES)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-            said = ", ".join(f"{a}={n}" for a, n in zip(MESH_AXES, sizes, strict=True))
+            given = ", ".join(f"{axis}={getattr(self, axis)}" for axis in MESH_AXES)
             raise ValueError(
-                f"{said}: axes are at least 1 device, and one of them may be -1, for "
+                f"{given}: axes are at least 1 device, and one of them may be -1, for "
                 "all the devices that remain"
             )
 
@@ -117,16 +117,20 @@ class MeshShape:
     @property
     def axes(self) -> dict[str, int]:
         """Axes of the mesh, and how many devices each has."""
-        outer = {"ring_outer": self.ring_outer} if self.ring_outer > 1 else {}
-        ulysses = {"ulysses": self.ulysses} if self.ulysses != 1 else {}
-        ring, tensor = {"ring": self.ring}, {"tensor": self.tensor}
-        return {"data": self.data, "fsdp": self.fsdp} | outer | ring | ulysses | tensor
+        axes = {"data": self.data, "fsdp": self.fsdp}
+        if self.ring_outer > 1:
+            axes["ring_outer"] = self.ring_outer
+        axes["ring"] = self.ring
+        if self.ulysses != 1:
+            axes["ulysses"] = self.ulysses
+        return axes | {"tensor": self.tensor}
 
     def abstract_mesh(self, kind: str | None = None) -> AbstractMesh:
         """Makes a mesh of devices that need not be there, of a kind if it is known."""
         platform = "tpu" if kind and kind.startswith("TPU") else "gpu"
         device = kind and AbstractDevice(kind, None, platform)
-        sizes, types = tuple(self.axes.values()), (AxisType.Auto,) * len(self.axes)
+        sizes = tuple(self.axes.values())
+        types = (AxisType.Auto,) * len(sizes)
         return AbstractMesh(sizes, tuple(self.axes), types, abstract_device=device)
 
 
@@ -139,8 +143,10 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
       ValueError: the shape does not match the devices, or not their slices.
     """
     axes = shape.fill(len(devices)).axes
-    outer, inner = axes.get("ring_outer", 1), axes.get("ulysses", 1) * axes["tensor"]
+    outer = axes.get("ring_outer", 1)
+    inner = axes.get("ulysses", 1) * axes["tensor"]
     whole = axes["data"], axes["fsdp"], outer * axes["ring"], inner
+    # Axes in the order of RULES["sequence"]: else a row's shards change places.
     laid_out = lay_out(whole, devices, ring_parts=outer)
     types = (AxisType.Auto,) * len(axes)
     return Mesh(laid_out.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
@@ -181,7 +187,8 @@ class Partition:
 
         With permutes, rings of neighbours first: they carry most of the bytes.
         """
-        axes = tuple(axis for axis in RULES.get(name, ()) if axis in self.mesh.shape)
+        rules = RULES.get(name, ()) if name else ()
+        axes = tuple(axis for axis in rules if axis in self.mesh.shape)
         if self.permutes and name == "embed":
             return tuple(sorted(axes, key=lambda axis: axis not in self._closed))
         return axes
@@ -189,8 +196,8 @@ class Partition:
     @functools.cached_property
     def _closed(self) -> frozenset[str]:
         """Axes of the mesh along which the last device is beside the first."""
-        devices, axes = self.mesh.devices, self.mesh.axis_names
-        return frozenset(a for i, a in enumerate(axes) if is_closed(devices, i))
+        axes = enumerate(self.mesh.axis_names)
+        return frozenset(name for i, name in axes if is_closed(self.mesh.devices, i))
 
     def mesh_axes(self, name: str | None, size: int) -> tuple[str, ...]:
         """Returns the mesh axes over which an axis of this name and size is sharded.
@@ -203,24 +210,25 @@ class Partition:
         if size % self.shards(axes) == 0:
             return axes
         if name == "embed":
-            dividing = [(axis,) for axis in axes if size % self.shards((axis,)) == 0]
-            return max(dividing, key=self.shards, default=())
+            dividing = [axis for axis in axes if size % self.mesh.shape[axis] == 0]
+            dividing.sort(key=lambda axis: -self.mesh.shape[axis])
+            return tuple(dividing[:1])
         raise ValueError(
             f"{size} {name} do not divide over the mesh's axes {', '.join(axes)} "
             f"({self.shards(axes)} shards): change config.mesh or the model's sizes"
         )
 
-    def shards(self, axes: tuple[str, ...] | str) -> int:
-        """Counts the shards that mesh axes, or a logical axis, make of an array."""
-        axes = self.axes(axes) if isinstance(axes, str) else axes
+    def shards(self, name: str | tuple[str, ...]) -> int:
+        """Counts the shards that a logical axis, or mesh axes, make of an array."""
+        axes = self.axes(name) if isinstance(name, str) else name
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def spec(self, names: Axes, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the partition of an array of this shape."""
         if len(names) != len(shape):
             raise ValueError(f"{names=} do not fit {shape=}")
-        named = zip(names, shape, strict=True)
-        return PartitionSpec(*(self.mesh_axes(*axis) or None for axis in named))
+        axes = map(self.mesh_axes, names, shape)
+        return PartitionSpec(*(axis or None for axis in axes))
 
     def sharding(self, names: Axes, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of an array of this shape."""
@@ -244,12 +252,15 @@ class Partition:
         result_names: of the one result, whose rank they have; () for a scalar.
         """
 
+        result = PartitionSpec(*(self.axes(name) or None for name in result_names))
+
         def call(*arrays: jax.Array) -> jax.Array:
             named = zip(names, arrays, strict=True)
             specs = tuple(self.spec(axes, x.shape) for axes, x in named)
-            result = PartitionSpec(*(self.axes(name) or None for name in result_names))
-            options = {"mesh": self.mesh, "in_specs": specs, "out_specs": result}
-            return jax.shard_map(function, **options)(*arrays)
+            sharded = jax.shard_map(
+                function, mesh=self.mesh, in_specs=specs, out_specs=result
+            )
+            return sharded(*arrays)
 
         return call
 
@@ -307,14 +318,14 @@ class Partition:
 
         but: logical axes over which it remains the same, as does what it is used with.
         """
-        kept = {axis for name in but for axis in self.axes(name)}
-        kept |= jax.typeof(x).manual_axis_type.varying
+        kept = jax.typeof(x).manual_axis_type.varying.union(*map(self.axes, but))
         same = tuple(axis for axis in self.mesh.axis_names if axis not in kept)
         return jax.lax.pcast(x, same, to="varying") if same else x
 
     def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
         """Sums, inside `over_shards`, over the mesh axes of these logical axes."""
-        return jax.lax.psum(x, tuple(a for name in names for a in self.axes(name)))
+        axes = [axis for name in names for axis in self.axes(name)]
+        return jax.lax.psum(x, tuple(axes))
 
     def largest(self, x: jax.Array, name: str) -> jax.Array:
         """Takes, inside `over_shards`, the maximum over a logical axis; no gradient."""
@@ -339,24 +350,31 @@ class StationaryPartition(Partition):
         self, function: Callable, names: Sequence[Axes], result_names: Axes
     ) -> Callable:
         """Runs `function` on whole arrays; its result is sharded by its names."""
-        rules = {"batch": ("data",), "sequence": ()}
-        axes = [rules.get(name, self.axes(name)) or None for name in result_names]
-
-        def place(x: jax.Array, axes: Sequence[tuple[str, ...] | None]) -> jax.Array:
-            sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
-            return jax.lax.with_sharding_constraint(x, sharding)
+        axes = [self._axes_of_result(name) or None for name in result_names]
+        is_hidden = result_names[2:] == (None,)
+        has_columns = any(of_argument[-1:] == ("embed",) for of_argument in names)
 
         def call(*arrays: jax.Array) -> jax.Array:
             result = function(*arrays)
-            is_hidden = result_names[2:] == (None,)
-            if is_hidden and any(one[-1:] == ("embed",) for one in names):
+            if is_hidden and has_columns:
                 # Columns first where those of the parameter lie: else XLA may make
                 # the parameter whole, instead of the result.
                 columns = self.mesh_axes("embed", result.shape[-1])
-                result = place(result, [*axes[:-1], columns or None])
-            return place(result, axes)
+                result = self._constrained(result, [*axes[:-1], columns or None])
+            return self._constrained(result, axes)
 
         return call
+
+    def _axes_of_result(self, name: str | None) -> tuple[str, ...]:
+        if name == "batch":
+            return ("data",)
+        return () if name == "sequence" else self.axes(name)
+
+    def _constrained(
+        self, x: jax.Array, axes: Sequence[tuple[str, ...] | None]
+    ) -> jax.Array:
+        sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def gather(
         self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
@@ -377,5 +395,5 @@ class StationaryPartition(Partition):
     def shard_number(self, name: str) -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
-    def shards(self, axes: tuple[str, ...] | str) -> int:
-        return 1 if isinstance(axes, str) else super().shards(axes)
+    def shards(self, name: str | tuple[str, ...]) -> int:
+        return 1 if isinstance(name, str) else super().shards(name)

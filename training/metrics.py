@@ -102,9 +102,12 @@ class Throughput:
           `perf/tokens_per_second_per_device`, and for a known chip `perf/mfu` and
           `perf/mfu_paper` (fractions of the peak).
         """
-        work, start = self._work, self._start
-        excluded, self._excluded_seconds = self._excluded_seconds, 0.0
-        self._start, self._work = end, []
+        work = self._work
+        start = self._start
+        excluded = self._excluded_seconds
+        self._work = []
+        self._start = end
+        self._excluded_seconds = 0.0
         if start is None or not work:
             return {}
         seconds = end - start - excluded

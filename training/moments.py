@@ -38,12 +38,13 @@ class Blocks(NamedTuple):
     def decoded(self) -> jax.Array:
         """Returns the numbers, float32."""
         wide = self.values.astype(jnp.float32)
-        axes = zip(wide.shape, self.scales.shape, strict=True)
-        cut = next((i for i, (n, m) in enumerate(axes) if n != m), None)
-        if cut is None:
-            return wide * self.scales
-        blocks = _cut(wide, cut, wide.shape[cut] // self.scales.shape[cut])
-        return (blocks * jnp.expand_dims(self.scales, cut + 1)).reshape(wide.shape)
+        for axis, size in enumerate(wide.shape):
+            parts = self.scales.shape[axis]
+            if size != parts:
+                blocks = _cut(wide, axis, size // parts)
+                scales = jnp.expand_dims(self.scales, axis + 1)
+                return (blocks * scales).reshape(wide.shape)
+        return wide * self.scales  # blocks of one number
 
 
 def encode(x: jax.Array, moment: str, axis: int, word: jax.Array) -> Blocks:
@@ -60,6 +61,7 @@ def encode(x: jax.Array, moment: str, axis: int, word: jax.Array) -> Blocks:
     largest = jnp.abs(blocks).max(axis + 1, keepdims=True)
     scales = largest / jnp.float32(info.max)
     bits = random_bits(word, x.shape).reshape(blocks.shape)
+    # A block of zeros has scale 0, and 0 / 0 would be nan.
     values = blocks / jnp.where(scales > 0, scales, 1)
     if moment == "nu":
         least = jnp.float32(info.smallest_subnormal)

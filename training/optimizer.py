@@ -1,12 +1,13 @@
 """AdamW, Adafactor or Muon with clipping, decay of matrices, warm-up and a cosine."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
+from jax.typing import ArrayLike
 
 from training.layerwise import Layerwise, Storage, check_names, weights_of
 from training.update import AtOnce, Optimizer, standard_promotion
@@ -14,6 +15,9 @@ from training.update import AtOnce, Optimizer, standard_promotion
 OPTIMIZERS = "adamw", "adafactor", "muon"
 SECOND_STACK = "delta_layers"
 """Layers of a hybrid that have Gated DeltaNet."""
+
+Schedule = Callable[[ArrayLike], jax.Array]
+"""Learning rate, a scalar, by updates made."""
 
 MUON_RMS = 0.2
 """Root mean square of Muon's update before the learning rate: about that of AdamW's, so
@@ -59,9 +63,14 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_names(self, {"name": OPTIMIZERS})
-        steps, warmup = self.total_steps, self.warmup_steps
-        peak, end, clip = self.peak_lr, self.end_lr, self.clip_norm
-        decay, epsilon, share = self.weight_decay, self.epsilon, "from 0 to below 1"
+        steps = self.total_steps
+        warmup = self.warmup_steps
+        peak = self.peak_lr
+        end = self.end_lr
+        clip = self.clip_norm
+        decay = self.weight_decay
+        epsilon = self.epsilon
+        share = "from 0 to below 1"
         required = {
             f"peak_lr={peak} must be a finite rate above 0": 0 < peak < math.inf,
             f"end_lr={end} must be from 0 to peak_lr={peak}: a cosine falls to it": (
@@ -89,22 +98,22 @@ class OptimizerSettings:
         if wrong:
             raise ValueError("; ".join(wrong))
 
-    def schedule(self) -> optax.Schedule:
+    def schedule(self) -> Schedule:
         """Returns the learning rate as a function of the number of updates made."""
-        return standard_promotion(
-            optax.warmup_cosine_decay_schedule(
-                init_value=0.0,
-                peak_value=self.peak_lr,
-                warmup_steps=self.warmup_steps,
-                decay_steps=self.total_steps,
-                end_value=self.end_lr,
-            )
+        rate = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=self.peak_lr,
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.total_steps,
+            end_value=self.end_lr,
         )
+        # Optax types rates as numbers or arrays; those of a cosine are arrays.
+        return cast(Schedule, standard_promotion(rate))
 
 
 def make_optimizer(
     settings: OptimizerSettings, shapes: Any = None, axes: Any = None
-) -> tuple[Optimizer, optax.Schedule]:
+) -> tuple[Optimizer, Schedule]:
     """Builds the optimizer that clips by global norm, and the schedule it follows.
 
     All matrices are decayed, the embedding table too, as in LLaMA, nanoGPT and MaxText.
@@ -132,6 +141,7 @@ def make_optimizer(
         mask=decayed,
     )
     storage = settings.storage
+    # The seed aside, which is of rounding alone.
     if settings.name == "adamw" and storage == Storage(seed=storage.seed):
         clip = optax.clip_by_global_norm(settings.clip_norm)
         return AtOnce(optax.chain(clip, adamw)), schedule
@@ -158,7 +168,7 @@ def _check_stacks(settings: OptimizerSettings, shapes: Mapping[str, Any]) -> Non
 
 
 def _adafactor(
-    settings: OptimizerSettings, schedule: optax.Schedule
+    settings: OptimizerSettings, schedule: Schedule
 ) -> optax.GradientTransformation:
     """Builds Adafactor with the rates of AdamW: not scaled by those of the parameters.
 
@@ -174,7 +184,7 @@ def _adafactor(
 
 
 def _muon(
-    settings: OptimizerSettings, schedule: optax.Schedule
+    settings: OptimizerSettings, schedule: Schedule
 ) -> optax.GradientTransformation:
     """Builds Muon for matrices, and AdamW for norms, biases and sinks beside them."""
 

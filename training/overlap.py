@@ -2,14 +2,11 @@
 
 from kernels.chips import Chip
 
-OFFLOADS = tuple(
-    f"xla_tpu_enable_sparse_core_{what}"
-    for what in (
-        "collective_offload_all_gather",
-        "collective_offload_reduce_scatter",
-        "collective_offload_all_reduce",
-        "offload_queuing_in_lhs",
-    )
+OFFLOADS = (
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+    "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
 )
 """Options for chips with SparseCores: these run all collectives, and are given the next
 ones while one is under way. Otherwise each starts only when the one before is done."""

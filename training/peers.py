@@ -27,6 +27,7 @@ _HANDLERS: list[Any] = []
 
 def _end(say: Callable[[], str], code: int, stderr: int = 2) -> None:
     """Ends the process with a line and an exit code, without waiting for anything."""
+    # Not by print: a thread that hangs may hold the lock of Python's stderr.
     line = " ".join(say().split())
     os.write(stderr, f"error: {line}\n".encode())
     os._exit(code)
@@ -62,6 +63,7 @@ def join(process: str, **options: Any) -> None:
         try:
             jax.distributed.initialize(**options)
         except BaseException:
+            # What aborts later is no failure to find the others.
             ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
             raise
         finally:
@@ -76,10 +78,10 @@ def join(process: str, **options: Any) -> None:
 
 def _cause(process: str, log: BinaryIO) -> str:
     log.seek(0)
-    said = re.search(r"absl::Status: (.*)", log.read().decode(errors="replace"))
+    status = re.search(r"absl::Status: (.*)", log.read().decode(errors="replace"))
     return (
         f"hosts: {process}: the processes have not found each other "
-        f"({said[1] if said else 'JAX says no cause'}): start all of them within "
+        f"({status[1] if status else 'JAX says no cause'}): start all of them within "
         "config.hosts.start_seconds; each must be given the same count and coordinator,"
         " HOST:PORT of the first, and an index of its own"
     )
@@ -101,6 +103,8 @@ def leave(error: Exception) -> None:
             traceback.print_exception(error)
         return str(error)
 
+    # Shutdown returns once the others have errors too. Where they run on it would wait
+    # for minutes, which the timer ends; where one of them is lost JAX aborts.
     _end_at_abort(say, 1)
     alone = threading.Timer(LEAVE_SECONDS, _end, (say, 1))
     alone.start()

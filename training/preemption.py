@@ -43,6 +43,7 @@ class SignalNotice:
 
     def _take(self, *_: object) -> None:
         self._requested = True
+        # A second Ctrl-C ends the run at once.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

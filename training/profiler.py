@@ -22,14 +22,19 @@ class Profiler:
         Raises:
           ValueError: they are not written so, or do not begin with 1 or a later step.
         """
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
-        first, last = (int(x or found[1]) for x in found.groups()) if found else (0, 0)
+        first = 0
+        last = 0
+        if match := re.fullmatch(r"(\d+)(?:-(\d+))?", steps):
+            first = int(match[1])
+            last = int(match[2] or match[1])
         if steps and not 1 <= first <= last:
             raise ValueError(
                 f'config.profile="{steps}" must be steps to trace, as in "10-12"'
             )
-        self._directory, self._say = directory, say
-        self.first, self._last = first, last  # 0 for none
+        self._directory = directory
+        self._say = say
+        self.first = first  # 0 for none
+        self._last = last
         self._is_on = False
 
     @contextlib.contextmanager

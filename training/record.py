@@ -20,8 +20,8 @@ from training.stored_step import differences, is_named, listed
 
 RUN, SETTINGS = "run", "settings"
 
-PLACES = ("data.corpus", "data.trajectories")
-"""Settings that are places of data; `contents` identifies the data."""
+PATHS = ("data.corpus", "data.trajectories")
+"""Settings that are paths of data; `contents` identifies the data."""
 
 PINNED = ("seed", "data")
 """Settings that decide which data a step reads."""
@@ -71,15 +71,19 @@ def continued(
             f"the workdir holds checkpoints of several runs ({steps}): move away those "
             f'that were copied here, or allow it with --config.may_change="{(RUN,)}"'
         )
-    step, record = next(iter(saved.items()), (None, {}))
-    if record:
-        _compare(step, record[SETTINGS], settings, may_change, say)
-    elif step is not None:
-        say(
-            f"step {step} was saved without its settings, by an older program: what "
-            "has changed since is not known"
-        )
-    name = record.get(RUN) or f"{first_says(secrets.randbits(31)):08x}"
+    newest: Mapping[str, Any] = {}
+    if saved:
+        step = next(iter(saved))
+        newest = saved[step]
+        if newest:
+            _compare(step, newest[SETTINGS], settings, may_change, say)
+        else:
+            say(
+                f"step {step} was saved without its settings, by an older program: "
+                "what has changed since is not known"
+            )
+    # The first process's: each of them would draw another one.
+    name = newest.get(RUN) or f"{first_says(secrets.randbits(31)):08x}"
     return {RUN: name, SETTINGS: dict(settings)}
 
 
@@ -93,14 +97,12 @@ def _compare(
     """Logs every change; refuses those of what a step reads."""
     saved = {name: value for name, value in saved.items() if not is_old(name, value)}
     changes = differences(saved, settings, may_differ=["may_change"])
-    refused = {
-        name: change
-        for name, change in changes.items()
-        if is_named(name, PINNED)
-        and not is_named(name, may_change)
-        and name not in PLACES
-        and name in saved  # by an older program, which had no such field
-    }
+    refused = {}
+    for name, change in changes.items():
+        is_pinned = is_named(name, PINNED) and not is_named(name, may_change)
+        is_new = name not in saved  # by an older program, which had no such field
+        if is_pinned and not is_new and name not in PATHS:
+            refused[name] = change
     if refused:
         raise ValueError(
             f"step {step} was made with other settings: {listed(refused, '; ')}. They "
@@ -127,11 +129,14 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         settings, by field, or would compile other programs (see `_program`). On all of
         them alike.
     """
-    settings, error = {}, None
+    settings: dict[str, Any] = {}
+    error: Exception | None = None
     try:
         settings = make()
     except (ValueError, OSError) as caught:
         error = caught
+    # A process that has an error sends it, and does not raise before the exchange: the
+    # others, who are there, would wait for it for ever.
     replies = []
     if jax.process_count() > 1:
         compared = settings | _program()
@@ -148,9 +153,13 @@ def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _program() -> dict[str, str]:
     """Returns what decides, beside its settings, which programs a run compiles."""
-    root, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
-    folders = "kernels", "models", "data", "training", "tasks"
-    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+    # Sources too: after a pull on one host alone all would train together, by programs
+    # that differ.
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    files = []
+    for folder in "kernels", "models", "data", "training", "tasks":
+        files.extend((root / folder).rglob("*.py"))
     for file in (root / "train.py", *sorted(files)):
         digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     platform = jax.devices()[0].client.platform_version  # of libtpu, or of CUDA
@@ -168,17 +177,17 @@ def _program() -> dict[str, str]:
 def _check_alike(settings: list[dict[str, Any]]) -> None:
     """Refuses processes whose settings differ."""
     unlike = []
-    for name in sorted(set().union(*settings).difference(PLACES)):
+    for name in sorted(set().union(*settings).difference(PATHS)):
         values: dict[str, list[int]] = {}
         for index, of_process in enumerate(settings):
             values.setdefault(json.dumps(of_process.get(name)), []).append(index)
-        if len(values) > 1:
-            given = (
-                f"{value} on process {indices[0]}"
-                + (f" and {len(indices) - 1} more" if indices[1:] else "")
-                for value, indices in values.items()
-            )
-            unlike.append(f"{name}: {', '.join(given)}")
+        if len(values) == 1:
+            continue
+        given = []
+        for value, indices in values.items():
+            others = f" and {len(indices) - 1} more" if indices[1:] else ""
+            given.append(f"{value} on process {indices[0]}{others}")
+        unlike.append(f"{name}: {', '.join(given)}")
     if unlike:
         raise ValueError(
             f"the processes of this run differ in {'; '.join(unlike)}: start the same "

@@ -49,6 +49,7 @@ class Report:
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step that runs, and reports on the one before."""
+        # One step behind: waiting for this one would leave the devices idle.
         self.flush()
         end = self._timer.submit(self.throughput.wait, metrics)
         self._pending = step, metrics, end
@@ -62,7 +63,7 @@ class Report:
         if self._pending is None:
             return
         step, arrays, end = self._pending
-        self._pending = None
+        self._pending = None  # first, as what raises here must not be reported again
         arrays = jax.device_get(dict(arrays))
         parts = _named(self.parts, arrays.pop("loss_parts", ()))
         metrics = {name: float(x) for name, x in arrays.items()} | parts
@@ -81,7 +82,11 @@ class Report:
         sums: of each batch, the summed losses and the summed weights.
         """
         self.flush()
-        losses, weights = (sum(x) for x in zip(*jax.device_get(sums), strict=True))
+        losses = np.zeros((), np.float32)
+        weights = np.zeros((), np.float32)
+        for batch_losses, batch_weights in jax.device_get(sums):
+            losses = losses + batch_losses
+            weights = weights + batch_weights
         loss = float(losses.sum() / max(weights.sum(), 1))
         points = {"loss": loss}
         if self.held_out_parts:
@@ -106,7 +111,9 @@ class Report:
         self.writer.scalars(step, points | rates)
 
 
-def _named(part_names: Sequence[str], losses: Sequence[float]) -> dict[str, float]:
+def _named(
+    part_names: Sequence[str], losses: Sequence[float] | np.ndarray
+) -> dict[str, float]:
     named = zip(part_names, losses, strict=True)
     return {f"loss_{name}": float(loss) for name, loss in named}
 

@@ -8,7 +8,7 @@ step, computed where the element lies: equal on every mesh, and never in memory.
 import jax
 import jax.numpy as jnp
 
-from training.digest import places, scramble
+from training.digest import scramble, scrambled_indices
 
 SMALLEST_EXPONENT = -100
 """Smaller numbers are rounded as if they had this exponent: a unit that is no normal
@@ -20,7 +20,7 @@ def random_bits(word: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
     word: uint32 scalar; another one gives other bits.
     """
-    return scramble(places(shape) ^ word)
+    return scramble(scrambled_indices(shape) ^ word)
 
 
 def stochastic_round(x: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Array:

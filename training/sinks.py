@@ -13,7 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from training.workdir import is_bucket, place_of, replace_text
+from training.workdir import is_bucket, path_of, replace_text
 
 FLUSH_SECONDS = 15
 """On a bucket points arrive this often; a killed run loses no more."""
@@ -86,16 +86,18 @@ class TensorBoardWriter(Sink):
             run draws no zig-zag.
           say: logs when points are lost.
         """
-        self._directory, self._first_step, self._say = directory, first_step, say
+        self._directory = directory
+        self._first_step = first_step
+        self._say = say
         self._writer: EventFileWriter | None = self._open()
         start = SessionLog(status=SessionLog.START)
         self._add(first_step, session_log=start)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one point to the curve of every tag; float32 is what is kept."""
-        points = [
-            Summary.Value(tag=t, simple_value=float(x)) for t, x in values.items()
-        ]
+        points = []
+        for tag, value in values.items():
+            points.append(Summary.Value(tag=tag, simple_value=float(value)))
         self._add(step, summary=Summary(value=points))
 
     def text(self, tag: str, text: str) -> None:
@@ -153,7 +155,9 @@ class JsonLines(Sink):
         Raises:
           OSError: the file cannot be read or written.
         """
-        self._path, self._say, self._clock = place_of(path), say, clock
+        self._path = path_of(path)
+        self._say = say
+        self._clock = clock
         there = self._path.read_bytes() if self._path.exists() else b""
         kept = "".join(_before(there.decode(errors="replace"), first_step))
         if kept.encode() != there or not there:
@@ -167,8 +171,10 @@ class JsonLines(Sink):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = self._clock()
-        numbers = {tag: float(value) for tag, value in values.items()}
-        points = {tag: x if math.isfinite(x) else None for tag, x in numbers.items()}
+        # JSON has no nan: readers would refuse the whole line.
+        points: dict[str, float | None] = {}
+        for tag, value in values.items():
+            points[tag] = float(value) if math.isfinite(value) else None
         self._new.append(json.dumps({"step": step, "time": now} | points) + "\n")
         if not self._is_bucket or now - self._flushed >= FLUSH_SECONDS:
             self.flush()
@@ -233,7 +239,8 @@ class WandbSink(Sink):
         """
         import wandb
 
-        self._errors, self._say = (OSError, wandb.Error), say
+        self._errors = (OSError, wandb.Error)
+        self._say = say
         try:
             self._run = wandb.init(
                 id=run,

@@ -1,5 +1,6 @@
 """One step of training: gradients of a batch, an update, and its metrics."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ def count_tokens(batch: Any, windows: Sequence[int] = (0,)) -> Counts:
 
     windows: of the layers: tokens that a query sees; 0 for all that the batch shows it.
     """
-    seen = (batch.k_end - batch.k_start).clip(0)
+    seen = (batch.k_end - batch.k_start).clip(0)  # (B, T) or (B, T, m)
     seen = seen.reshape(*batch.positions.shape, -1).sum(-1)
     behind = jnp.minimum(seen, batch.positions + 1)  # a window shows nothing ahead
     tokens = (seen > 0).sum(dtype=jnp.float32)
@@ -70,8 +71,13 @@ class TrainState(NamedTuple):
 
 def initial_state(params: Any, optimizer: Optimizer) -> TrainState:
     """Returns the state before the first step."""
-    zero, params = jnp.zeros((), jnp.int32), optimizer.cast(params)
-    return TrainState(zero, params, optimizer.init(params), initial_guard())
+    params = optimizer.cast(params)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer_state=optimizer.init(params),
+        guard=initial_guard(),
+    )
 
 
 def make_train_step(
@@ -107,6 +113,7 @@ def make_train_step(
         loss, losses, grads = _mean_gradients(
             loss_sum, state.params, batch, frozen, microbatches, weights
         )
+        # Before clipping: what the guard judges is what the batch gave.
         norm = global_norm(grads)
         is_good, guard = judge(state.guard, loss, norm, spike_sigmas)
         params, optimizer_state = optimizer.update(
@@ -122,6 +129,7 @@ def make_train_step(
         }
         if losses.ndim:
             metrics["loss_parts"] = losses / weights
+        # A step that is skipped counts: its batch is not read again.
         return TrainState(state.step + 1, params, optimizer_state, guard), metrics
 
     return train_step
@@ -152,6 +160,7 @@ def make_evaluate_step(
     """Builds `evaluate(params, batch, *frozen) -> (summed losses, summed weights)`."""
 
     def evaluate(params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
+        # Sums of both: batches count by what they hold, not each as one.
         return loss_sum(params, batch, *frozen), count(batch).weights
 
     return evaluate
@@ -166,34 +175,36 @@ def _mean_gradients(
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Loss by weight, the summed losses of its parts, and gradients by weight."""
+    # By the whole batch's weight, also in microbatches: a mean of their means would
+    # weigh a token more, the more padding is beside it.
     weight = weights.sum()
     mean = 1 / jnp.where(weight > 0, weight, 1)
 
-    def total(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         losses = loss_sum(params, batch, *frozen)
         return mean * losses.sum(), losses
 
-    def value_and_grad(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        (_, losses), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
-        return losses, grads
-
+    value_and_grad = jax.value_and_grad(mean_loss, has_aux=True)
     if microbatches == 1:
-        losses, grads = value_and_grad(params, batch)
+        (_, losses), grads = value_and_grad(params, batch)
         return mean * losses.sum(), losses, grads
 
-    def split(x: jax.Array) -> jax.Array:
-        # Every microbatch takes rows of every device: no row has to move.
-        rows = x.reshape(-1, microbatches, *x.shape[1:])
-        return jnp.swapaxes(rows, 0, 1)
+    def add(sums: Any, part: Any) -> tuple[Any, None]:
+        (_, losses), grads = value_and_grad(params, part)
+        return jax.tree.map(jnp.add, sums, float32((losses, grads))), None
 
-    def add(total: Any, part: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, float32(value_and_grad(params, part))), None
-
-    parts = jax.tree.map(split, batch)
+    parts = jax.tree.map(functools.partial(_split_rows, parts=microbatches), batch)
     first = jax.tree.map(lambda x: x[0], parts)
     losses = jax.eval_shape(loss_sum, params, first, *frozen)
-    like = losses, params
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
-    losses, grads = jax.lax.scan(add, zero, parts)[0]
+    # Sums of bfloat16 gradients would lose what a late microbatch adds.
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (losses, params))
+    (losses, grads), _ = jax.lax.scan(add, zero, parts)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     return mean * losses.sum(), losses, grads
+
+
+def _split_rows(x: jax.Array, parts: int) -> jax.Array:
+    """Cuts the rows of an array (B, …) into parts: (parts, B / parts, …)."""
+    # Every part takes rows of every device: no row has to move.
+    rows = x.reshape(-1, parts, *x.shape[1:])
+    return jnp.swapaxes(rows, 0, 1)

@@ -9,7 +9,6 @@ gives back whatever a damaged file holds.
 import contextlib
 import itertools
 import json
-import operator
 import re
 import time
 import zlib
@@ -20,6 +19,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from training.digest import digests, not_finite
 from training.hosts import all_agree
@@ -36,6 +36,8 @@ WAITS = (1.0, 4.0, 15.0)
 
 LISTED = 8
 """Arrays that do not fit a state, of which an error names the first."""
+
+AnyPath = str | Path | epath.Path
 
 # What shows that a step is damaged: a part that is not there, or was read and makes no
 # sense to Python or to TensorStore. Any other error may be gone at the next attempt.
@@ -61,14 +63,18 @@ def make_meta(
       NotFinite: the state must not be saved.
     """
     briefly = briefs(leaves(state))
-    found = digests(state)
-    if what := not_finite(found):
+    # Before the save begins, as the caller donates the arrays after it.
+    digest_of = digests(state)
+    if what := not_finite(digest_of):
         raise NotFinite(f"step {step} is not saved: {what}")
+    saved_leaves = {}
+    for name, brief in briefly.items():
+        saved_leaves[name] = {"array": brief, "digest": digest_of[name].bits}
     meta = {
         "step": step,
         FINGERPRINT: dict(fingerprint),
         RECORD: dict(record),
-        LEAVES: {n: {"array": briefly[n], "digest": found[n].bits} for n in briefly},
+        LEAVES: saved_leaves,
     }
     return meta | {CHECKSUM: _checksum(meta)}
 
@@ -83,7 +89,7 @@ class StoredStep:
     """
 
     step: int
-    directory: Path
+    directory: epath.Path
     sleep: Callable[[float], None] = time.sleep
 
     def __str__(self) -> str:
@@ -104,17 +110,17 @@ class StoredStep:
         """Compares names, shapes and dtypes; Orbax would cast a dtype in silence."""
         wanted = leaves(abstract_state)
         saved = saved_briefs(meta)
-        found = differences(saved, briefs(wanted))
-        if found and all(name.startswith(f"{PARAMETERS}.") for name in saved):
+        differing = differences(saved, briefs(wanted))
+        if differing and all(name.startswith(f"{PARAMETERS}.") for name in saved):
             raise ValueError(
                 f"{self} holds imported weights and not a run: name them in "
                 "config.init_from (adapters: export them merged, and import that), and "
                 "choose another workdir"
             )
-        if found:
-            first = dict(itertools.islice(found.items(), LISTED))
-            more = len(found) - len(first)
-            rest = f"\n  and {more} more" if more else ""
+        if differing:
+            first = dict(itertools.islice(differing.items(), LISTED))
+            unlisted = len(differing) - len(first)
+            rest = f"\n  and {unlisted} more" if unlisted else ""
             raise ValueError(
                 f"{self} does not fit the train state; use another workdir, where "
                 "config.init_from may take its parameters, or the model and optimizer "
@@ -135,15 +141,16 @@ class StoredStep:
           OSError: it could not be read, several times.
         """
         state = together(self, lambda: self._read_arrays(abstract), self.sleep)
-        saved = {name: leaf["digest"] for name, leaf in meta[LEAVES].items()}
-        found = digests(state)
-        wrong = [name for name, x in found.items() if saved[name] != x.bits]
+        # Orbax and TensorStore return whatever bits a file holds: nothing else notices.
+        read = digests(state)
+        saved = meta[LEAVES]
+        wrong = [name for name in read if saved[name]["digest"] != read[name].bits]
         if wrong:
             raise DamagedStep(
                 f"{self.directory / STATE}: {wrong[0]} has other bits than when it was "
                 f"saved (and {len(wrong) - 1} more arrays)"
             )
-        if what := not_finite(found):
+        if what := not_finite(read):
             raise DamagedStep(f"{self.directory / STATE}: {what}, and was saved so")
         return state
 
@@ -172,9 +179,10 @@ class StoredStep:
         with self._reading(META):
             meta = handler.restore(self.directory / META, args=ocp.args.JsonRestore())
         self._check(meta)
-        return meta
+        return dict(meta)
 
     def _check(self, meta: Any) -> None:
+        # Before any of it is used: a digit that changed is another step, or model.
         if not isinstance(meta, dict) or meta.keys().isdisjoint({LEAVES, CHECKSUM}):
             raise DamagedStep(
                 f"{self.directory / META} has no {CHECKSUM!r}: it was replaced, or not "
@@ -201,30 +209,35 @@ class StoredStep:
         return state
 
 
-def together[T](place: object, read: Callable[[], T], sleep: Callable) -> T:
+def together[T](what: object, read: Callable[[], T], sleep: Callable) -> T:
     """Returns `read()`, or raises on every process the kind of error that one has.
 
     OSError comes last: the read is tried again after each of WAITS.
 
-    place: that is read, for errors. sleep: waits for this many seconds.
+    what: is read, for errors. sleep: waits for this many seconds.
     """
-    error: Exception | None = OSError()
+    results: list[T] = []
+    error: Exception | None = None
     for wait in (*WAITS, None):
-        if error is not None:
+        if not results:  # once read it is not read again, while others still try
             try:
-                result, error = read(), None
+                results.append(read())
+                error = None
             except (DamagedStep, ValueError, OSError) as raised:
                 error = raised
+        # Collective: every process makes these calls in this order, whatever it has
+        # read. One that left the loop by its own error would hang all others.
         if all_agree(error is None):
-            return result
+            return results[0]
         for kind in (DamagedStep, ValueError):
             if not all_agree(not isinstance(error, kind)):
-                is_ours = isinstance(error, kind)
-                raise error if is_ours else kind(f"{place}: so says another process")
+                if isinstance(error, kind):
+                    raise error
+                raise kind(f"{what}: so says another process")
         if wait is not None:
             sleep(wait)
     raise OSError(
-        f"{place} cannot be read ({1 + len(WAITS)} attempts), which is not a sign "
+        f"{what} cannot be read ({1 + len(WAITS)} attempts), which is not a sign "
         "of damage; nothing was changed. Run the same command again when it can be: "
         f"{error or 'so says another process'}"
     ) from error
@@ -233,13 +246,13 @@ def together[T](place: object, read: Callable[[], T], sleep: Callable) -> T:
 def shows_damage(error: BaseException) -> bool:
     """Returns whether an error is due to the disk's contents, not to reading."""
     error = _root(error)
-    said = str(error)
-    if code := re.search(r"os_error_code='(\d+)'", said):
-        error = OSError(int(code[1]), said)  # makes an error of the class of its code
+    text = str(error)
+    if code := re.search(r"os_error_code='(\d+)'", text):
+        error = OSError(int(code[1]), text)  # makes an error of the class of its code
     if isinstance(error, OSError):
         return isinstance(error, ABSENT)
     # TensorStore raises ValueError with a status in front, but for one: bad content.
-    if status := re.match("([A-Z]+(?:_[A-Z]+)*): ", said):
+    if status := re.match("([A-Z]+(?:_[A-Z]+)*): ", text):
         return status[1] in SENSELESS_STATUS
     return isinstance(error, SENSELESS)
 
@@ -252,10 +265,10 @@ def _root(error: BaseException) -> BaseException:
 
 def leaves(tree: Any) -> dict[str, Any]:
     """Leaves by dotted path; a NamedTuple has those of the dict it is saved as."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    by_name = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        by_name[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
+    return by_name
 
 
 def briefs(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -275,17 +288,21 @@ def differences(
 
     may_differ: names of what is left out (see `is_named`).
     """
-    keys = sorted(saved.keys() | ours.keys())
-    both = {key: (saved.get(key, "nothing"), ours.get(key, "nothing")) for key in keys}
-    unlike = [key for key in keys if operator.ne(*both[key])]
-    return {key: both[key] for key in unlike if not is_named(key, may_differ)}
+    differing = {}
+    for key in sorted(saved.keys() | ours.keys()):
+        theirs = saved.get(key, "nothing")
+        own = ours.get(key, "nothing")
+        if theirs != own and not is_named(key, may_differ):
+            differing[key] = theirs, own
+    return differing
 
 
-def listed(found: Mapping[str, tuple[Any, Any]], between: str = "\n  ") -> str:
+def listed(differing: Mapping[str, tuple[Any, Any]], between: str = "\n  ") -> str:
     """Lists the differences, in words."""
-    return between.join(
-        f"{key}: saved {theirs}, this run {own}" for key, (theirs, own) in found.items()
-    )
+    lines = []
+    for key, (theirs, own) in differing.items():
+        lines.append(f"{key}: saved {theirs}, this run {own}")
+    return between.join(lines)
 
 
 def is_named(key: str, names: Collection[str]) -> bool:
@@ -294,7 +311,7 @@ def is_named(key: str, names: Collection[str]) -> bool:
     return any(name in parts or key.startswith(f"{name}.") for name in names)
 
 
-def absolute(directory: str | Path) -> str | Path:
+def absolute(directory: AnyPath) -> AnyPath:
     """Returns the absolute path that Orbax needs; a bucket already is."""
     return directory if "://" in str(directory) else Path(directory).absolute()
 

@@ -22,8 +22,11 @@ class Optimizer(Protocol):
     layers_on_host: whether parameters that are stacked are there, and their gradients.
     """
 
-    on_host: bool
-    layers_on_host: bool
+    @property
+    def on_host(self) -> bool: ...
+
+    @property
+    def layers_on_host(self) -> bool: ...
 
     def cast(self, params: Any) -> Any:
         """Returns parameters in the types in which they are trained."""
@@ -73,6 +76,7 @@ class AtOnce:
         named = by_keys(axes, is_leaf=lambda x: isinstance(x, tuple))
 
         def of(path: tuple[Any, ...], leaf: Any) -> Axes:
+            # What is no parameter's, as a count, is whole on every device.
             return find(named, path) or (None,) * leaf.ndim
 
         return jax.tree_util.tree_map_with_path(of, state)
@@ -88,8 +92,13 @@ def global_norm(tree: Any) -> jax.Array:
 
     Stacked arrays in the host's memory are on the device a layer at a time.
     """
-    leaves = jax.tree.leaves(tree)
-    far = [x for x in leaves if jax.typeof(x).memory_space == jax.memory.Space.Host]
+    far: list[jax.Array] = []
+    near: list[jax.Array] = []
+    for leaf in jax.tree.leaves(tree):
+        if jax.typeof(leaf).memory_space == jax.memory.Space.Host:
+            far.append(leaf)
+        else:
+            near.append(leaf)
     if not far:
         return optax.tree.norm(float32(tree))
 
@@ -98,7 +107,6 @@ def global_norm(tree: Any) -> jax.Array:
         own = jax.device_put(own, jax.memory.Space.Device)
         return total + optax.tree.norm(float32(own), squared=True)
 
-    near = [x for x in leaves if jax.typeof(x).memory_space != jax.memory.Space.Host]
     start = optax.tree.norm(float32(near), squared=True)
     return jnp.sqrt(lax.fori_loop(0, len(far[0]), add, start))
 
@@ -118,9 +126,13 @@ def by_keys(
 
 def find[V](named: Mapping[tuple[str, ...], V], path: tuple[Any, ...]) -> V | None:
     """Returns what belongs to the parameter whose keys a path in a state ends with."""
+    # Optax nests trees like the parameters' in its own: only the end of a path is a
+    # parameter's, and the longest end that is one, as "scale" may end many.
     keys = _keys(path)
-    ends = (keys[start:] for start in range(len(keys)))
-    return next((named[end] for end in ends if end in named), None)
+    for start in range(len(keys)):
+        if keys[start:] in named:
+            return named[keys[start:]]
+    return None
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -52,13 +52,17 @@ class Watchdog:
         if self._begun is not None:
             self._longest = max(self._longest, now - self._begun)
         self._begun = now
+        # Until a step is timed the limit is that of what takes long once. Ten times the
+        # longest, so that a limit set for short steps ends no run of long ones.
         usual = self.step_seconds and max(self.step_seconds, 10 * self._longest)
         self._arm(usual if self._longest else self.first_step_seconds)
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
         if seconds > 0:
-            watched = seconds, self._cancelled
+            # With its own event: `_disarm` replaces it, and a thread that looked it up
+            # late would watch a step that is not its own.
+            watched = (seconds, self._cancelled)
             threading.Thread(target=self._watch, args=watched, daemon=True).start()
 
     def _disarm(self) -> None:
@@ -76,9 +80,11 @@ class Watchdog:
 
     def _end(self, seconds: float) -> None:
         file = self.file or sys.__stderr__
-        said = f"error: nothing happened for {seconds:g} s, the run ends; its threads:"
-        print(said, file=file, flush=True)
-        faulthandler.dump_traceback(file=file)
+        line = f"error: nothing happened for {seconds:g} s, the run ends; its threads:"
+        print(line, file=file, flush=True)
+        if file is not None:  # as where a program has no stderr
+            faulthandler.dump_traceback(file=file)
+        # Not sys.exit, which ends this thread only: the main thread waits inside XLA.
         os._exit(HUNG)
 
     def __enter__(self) -> Self:

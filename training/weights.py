@@ -68,6 +68,7 @@ class SavedParameters:
         self._workdir = workdir
         self._stored = self._newest()
         self._of_newest(self._read_meta)
+        # Hosts with other files under one path would train the mean of two models.
         agreed(lambda: {f"the parameters of {workdir}": str(self)})
 
     def _of_newest[T](self, read: Callable[[], T]) -> T:
@@ -79,8 +80,11 @@ class SavedParameters:
             try:
                 return read()
             except DamagedStep as damage:
-                refused, error = self._stored, damage
+                refused = self._stored
+                error = damage
                 self._stored = self._newest()
+                # Damaged, and not rotated away, on every process: one that reads on
+                # while others stop would hold another step, or wait for them.
                 if all_agree(self._stored.step == refused.step):
                     break
         raise ValueError(
@@ -89,7 +93,8 @@ class SavedParameters:
         ) from error
 
     def _read_meta(self) -> None:
-        self.step, self._meta = self._stored.step, self._stored.meta()
+        self.step = self._stored.step
+        self._meta = self._stored.meta()
         self.fingerprint = self._meta[FINGERPRINT]
         self.settings = self._meta.get(RECORD, {}).get(SETTINGS, {})
 
@@ -113,9 +118,11 @@ class SavedParameters:
     @property
     def digest(self) -> str:
         """Returns a digest of the parameters, by those of each that were saved."""
-        saved, start = self._meta[LEAVES].items(), f"{PARAMETERS}."
-        found = {name: leaf for name, leaf in saved if name.startswith(start)}
-        text = json.dumps(found, sort_keys=True).encode()
+        parameters = {}
+        for name, leaf in self._meta[LEAVES].items():
+            if name.startswith(f"{PARAMETERS}."):
+                parameters[name] = leaf
+        text = json.dumps(parameters, sort_keys=True).encode()
         return hashlib.sha256(text).hexdigest()[:16]
 
     def check_model(
@@ -129,13 +136,14 @@ class SavedParameters:
         Raises:
           ValueError: the models differ, naming every field and both its values.
         """
-        theirs, ours = leaves(self.fingerprint), leaves(fingerprint)
-        found = differences(theirs, ours, may_differ)
-        if found:
+        differing = differences(
+            leaves(self.fingerprint), leaves(fingerprint), may_differ
+        )
+        if differing:
             raise ValueError(
                 f"the parameters of step {self.step} of {self._workdir} belong to "
                 "another model; change config.model, or name in config.may_change what "
-                f"may differ:\n  {listed(found)}"
+                f"may differ:\n  {listed(differing)}"
             )
 
     def restore(self, abstract: Any) -> Any:
@@ -156,30 +164,35 @@ class SavedParameters:
         return self._of_newest(lambda: self._restore(abstract))
 
     def _restore(self, abstract: Any) -> Any:
+        # Again, as the step that was found may have been replaced since.
         self._read_meta()
         saved = saved_briefs(self._meta)
 
         def as_saved(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            # Asked for another type Orbax casts, and the digest is of the bits saved.
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             dtype = saved.get(f"{PARAMETERS}.{name}", "").partition("[")[0]
             return leaf.update(dtype=dtype) if dtype in FLOATS else leaf
 
         stored = jax.tree_util.tree_map_with_path(as_saved, abstract)
         wanted = briefs(leaves({PARAMETERS: stored}))
-        found = differences({n: saved[n] for n in saved if n in wanted}, wanted)
-        if found:
+        of_wanted = {name: saved[name] for name in wanted if name in saved}
+        differing = differences(of_wanted, wanted)
+        if differing:
             raise ValueError(
                 f"the parameters of step {self.step} of {self._workdir} do not fit the "
-                f"model:\n  {listed(found)}"
+                f"model:\n  {listed(differing)}"
             )
         if briefs(leaves(stored)) == briefs(leaves(abstract)):
             return self._read(stored)
         like, tree = jax.tree.flatten(abstract)
-        alone = [None] * len(like)
-        self.rounded, parameters = 0, []
+        self.rounded = 0
+        parameters = []
+        # One at a time: a model in its saved type beside one in ours may not fit.
         for number, leaf in enumerate(jax.tree.leaves(stored)):
-            one = alone[:number] + [leaf] + alone[number + 1 :]
-            (read,) = jax.tree.leaves(self._read(jax.tree.unflatten(tree, one)))
+            alone: list[jax.ShapeDtypeStruct | None] = [None] * len(like)
+            alone[number] = leaf
+            (read,) = jax.tree.leaves(self._read(jax.tree.unflatten(tree, alone)))
             parameters.append(read.astype(like[number].dtype))
             self.rounded += not _is_equal(read, parameters[-1])
         return jax.tree.unflatten(tree, parameters)

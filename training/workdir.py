@@ -22,7 +22,7 @@ UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of file systems that cannot lock."""
 
 
-def place_of(directory: str | Path) -> epath.Path:
+def path_of(directory: str | Path) -> epath.Path:
     """Returns the path of a directory, local or in a bucket (`gs://...`).
 
     Raises:
@@ -31,12 +31,13 @@ def place_of(directory: str | Path) -> epath.Path:
     return epath.Path(directory)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path | epath.Path, text: str) -> None:
     """Writes a file whole or not at all, in place of any earlier one.
 
     Raises:
       OSError: it cannot be written; what was there before still is.
     """
+    # Renamed when it is whole: a run that is killed meanwhile leaves the old file.
     new = path.with_name(f"{path.name}.new")
     try:
         new.write_text(text)
@@ -123,7 +124,8 @@ def check_shared(directory: str) -> None:
     def locks() -> list[str]:
         return tell_all(path.read_text() if path.is_file() else "")
 
-    first = locks()[0]  # before which the others may look too early
+    # Twice: in the first round a process may look before the first one has locked.
+    first = locks()[0]
     if others := [index for index, lock in enumerate(locks()) if lock != first]:
         raise ValueError(
             f"config.workdir={directory} on process {others[0]} is not the directory "

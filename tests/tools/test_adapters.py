@@ -17,7 +17,7 @@ from data.batch import Batch
 from kernels.layouts import permute
 from tasks import run_config
 from tasks.generation import restored_parameters
-from tasks.state import read_frozen
+from tasks.programs import read_frozen
 from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.cases import in_tiers, pairs, table

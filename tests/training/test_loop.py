@@ -115,7 +115,7 @@ def make_loop(
 
     return Loop(
         programs=Programs(train_step or make_train_step(), evaluate, replay),
-        place=lambda blocks: blocks["all"],
+        to_mesh=lambda blocks: blocks["all"],
         held_out=[{"all": loss} for loss in held_out],
         every=Intervals(*every),
         checkpoints=Kept(),

@@ -23,7 +23,7 @@ from tests.processes import Processes, free_port
 from tests.small.runs import small_config
 from training import record, workdir
 from training.digest import digests
-from training.feed import place
+from training.feed import global_batch
 from training.weights import save_parameters
 from training.workdir import LOCK, locked, make_writable, replace_text
 
@@ -88,7 +88,7 @@ def first_digests(corpus: Any) -> tuple[list, int]:
     """The digests of four batches, and how many blocks this process reads of each."""
     run = TextRun.of(small_config(corpus, "none"), jax.devices())
     batches, where = run.batches("train"), (run.sharding, run.shape)
-    found = [digests(place(batches[step], *where)) for step in range(4)]
+    found = [digests(global_batch(batches[step], *where)) for step in range(4)]
     return json.loads(json.dumps(found)), len(batches[0])
 
 
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_file_before(tmp_path, monkeypatch):
         self.write_bytes(b"a part")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(type(workdir.place_of(path)), "write_text", full)
+    monkeypatch.setattr(type(workdir.path_of(path)), "write_text", full)
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match=f"No space left on device: '{path}"):
         replace_text(path, "{}")

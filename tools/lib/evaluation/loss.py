@@ -36,7 +36,7 @@ from tasks.layout_choice import padding_line
 from tasks.text import TextRun
 from tools.generate import text_config
 from tools.lib.benchmarks.rows import check_output, table, write_rows
-from training.feed import place
+from training.feed import global_batch
 
 COLUMNS = {
     "from": "{from:,}",
@@ -148,7 +148,7 @@ def reader(
     def sums(parameters: Any) -> Iterator[np.ndarray]:
         with contextlib.closing(iterate(batches, threads=threads)) as steps:
             for step, blocks in itertools.islice(steps, count):
-                batch = place(blocks, run.sharding, shape)
+                batch = global_batch(blocks, run.sharding, shape)
                 losses = np.asarray(program(parameters, batch), np.float64)
                 # Behind the last rows of a split the first ones fill up the batch.
                 read = batches.ordered - step * shape[0]
