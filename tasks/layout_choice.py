@@ -23,9 +23,9 @@ from kernels.cost.choice import (
     ranked,
     slower_links,
 )
-from kernels.cost.clock import Heads, Ring, Times
+from kernels.cost.clock import Heads, RingCost, Times
 from kernels.cost.states import States
-from kernels.cost.work import Row, Sequence, document_spans
+from kernels.cost.work import Row, RowOnRing, document_spans
 from kernels.device import rings_both_ways
 from kernels.layouts import Layout, Striped, Zigzag
 from kernels.ring.runs import Runs
@@ -156,7 +156,7 @@ class Pass(NamedTuple):
     """
 
     times: int
-    ring: Ring
+    ring: RingCost
     direction: str
     spent: Times
 
@@ -171,7 +171,7 @@ def ring_passes(run: "Run", chip: Chip) -> list[Pass]:
     return found
 
 
-def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
+def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, RingCost, str]]:
     config = run.config
     windows, kinds = run.sizes.attention_windows, run.sizes.layer_kinds
     rings = {window: _ring(run, chip, row.seen_within(window)) for window in {*windows}}
@@ -189,7 +189,7 @@ def _passes(run: "Run", chip: Chip, row: Row) -> list[tuple[int, Ring, str]]:
     ]
 
 
-def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
+def _ring(run: "Run", chip: Chip, row: Row) -> RingCost:
     """Returns the ring of a run's layers on a mesh of this chip."""
     config, partition, choice = run.config, run.partition, run.choice
     model, tensor = config.model, partition.mesh.shape["tensor"]
@@ -198,8 +198,8 @@ def _ring(run: "Run", chip: Chip, row: Row) -> Ring:
     # Devices of a Ulysses axis have whole shards in the ring, of some of the heads.
     way = share_heads(model.num_heads // tensor, model.num_kv_heads // tensor, devices)
     heads = way.heads // devices, way.kv_heads // devices, model.head_dim
-    return Ring.of(
-        Sequence(row, run.layout, size, length),
+    return RingCost.of(
+        RowOnRing(row, run.layout, size, length),
         run.local_tokens * devices // length,
         Heads(*heads, run.compute_dtype.itemsize),
         chip,

@@ -25,7 +25,7 @@ import ml_collections
 
 from kernels.chips import Chip
 from kernels.cost.choice import Choice
-from kernels.cost.clock import Ring
+from kernels.cost.clock import RingCost
 from tasks.layout_choice import name_of, ring_passes, state_times, typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
@@ -162,7 +162,7 @@ def workspace_bytes(run: Run) -> float:
     return (arrays * queries + state) / tensor
 
 
-def exposed_seconds(run: Run, ring: Ring, chip: Chip) -> float:
+def exposed_seconds(run: Run, ring: RingCost, chip: Chip) -> float:
     """Returns the seconds of a step in which devices wait for others than the ring's.
 
     ring: of any kind of layers, which all have as many heads.
