@@ -1,12 +1,9 @@
 """Chooses the layout in which a ring's rows should take the least time."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
-
-import numpy as np
 
 from ..backends import blockwise
 from ..checks import whole_number
@@ -78,9 +75,8 @@ def layouts_of(ring_size: int, length: int) -> list[Layout]:
         return [Contiguous()]
     layouts = [Striped(), Contiguous(), Zigzag()]
     layouts += [Striped(width) for width in STRIPES if width < length // ring_size]
-    padded = [padded_length(layout, ring_size, length) for layout in layouts]
-    is_least = np.equal(padded, min(padded))
-    return list(itertools.compress(layouts, is_least))
+    padded = {layout: padded_length(layout, ring_size, length) for layout in layouts}
+    return [layout for layout in layouts if padded[layout] == min(padded.values())]
 
 
 def ranked(

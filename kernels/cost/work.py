@@ -175,9 +175,8 @@ def _tile_ranges(
     begin, end = slots
     bounds = []
     for bound in sequence.row.at(index[:, edges]):
-        slot = sequence.layout.count(
-            shards, bound, sequence.ring_size, sequence.length
-        )  # (N, m, devices, edges)
+        # (N, m, devices, edges)
+        slot = sequence.layout.count(shards, bound, sequence.ring_size, sequence.length)
         bounds.append((slot.clip(begin, end) - begin).reshape(-1, edges.size))
     k_start, k_end = bounds
     return key_ranges(k_start, k_end, 2, size)

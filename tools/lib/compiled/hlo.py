@@ -17,6 +17,7 @@ operand, and is waited for.
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -257,7 +258,8 @@ class Program:
 
     def _in_computation(self, name: str, times: int) -> Iterator[Collective]:
         instructions = self.computations.get(name, ())
-        kernels = [n for n, one in enumerate(instructions) if self._has_kernel(one)]
+        has_kernel = map(self._has_kernel, instructions)
+        kernels = list(itertools.compress(itertools.count(), has_kernel))
         loops = [kernel for kernel in kernels if instructions[kernel].kind == "loop"]
         starts: dict[str, int] = {}
         ended: list[tuple[Instruction, int, Transfer]] = []
@@ -379,12 +381,8 @@ def _collective(
         "all-reduce": 2 * (group - 1) / max(group, 1),
         "reduce-scatter": group - 1,  # of what one device keeps
     }.get(result.kind, 1)
+    sent = factor * result.size
+    is_asynchronous = result.phase != ""
     return Collective(
-        name=result.name,
-        kind=result.kind,
-        bytes_sent=factor * result.size,
-        group=group,
-        times=times,
-        hidden_share=hidden_share,
-        is_asynchronous=result.phase != "",
+        result.name, result.kind, sent, group, times, hidden_share, is_asynchronous
     )

@@ -179,12 +179,8 @@ def dropouts(fields: Mapping[str, Any]) -> list[str]:
     """Returns what a config.json trains with, and models here without."""
     fields = text_fields(fields)
     family = _family(fields)
-    dropouts = []
-    for name in family.ignored:
-        value = family.value(name, fields)
-        if "dropout" in name and value:
-            dropouts.append(f"{name}={value}")
-    return dropouts
+    values = {n: family.value(n, fields) for n in family.ignored if "dropout" in n}
+    return [f"{name}={value}" for name, value in values.items() if value]
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -332,9 +328,9 @@ def _read_layers(given: Mapping[str, Any], family: Family) -> tuple[str, int]:
     for name in ("layer_types", "no_rope_layers"):
         of_layers = fields.get(name)
         if of_layers is not None and len(of_layers) != layers:
+            count = len(of_layers)
             raise ValueError(
-                f"config.json has {len(of_layers)} {name} for "
-                f"num_hidden_layers={layers}"
+                f"config.json has {count} {name} for num_hidden_layers={layers}"
             )
     theirs = family.config_class(**fields)
     uses_windows = getattr(theirs, "use_sliding_window", True)

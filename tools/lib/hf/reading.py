@@ -41,7 +41,7 @@ def load(
     leaves = traverse_util.flatten_dict(abstract)
     parameters = {}
     for weight in weights:
-        parameters[weight.path] = _on_mesh(files, weight, leaves[weight.path])
+        parameters[weight.path] = _read(files, weight, leaves[weight.path])
     return traverse_util.unflatten_dict(parameters)
 
 
@@ -66,10 +66,10 @@ def _check_tensors(
         elif there != here:
             wrong.append(f"{name} is {list(there)}, but {list(here)} by {config}")
     if wrong:
-        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
+        if len(wrong) > LISTED:
+            wrong[LISTED:] = [f"and {len(wrong) - LISTED} more"]
         raise ValueError(
-            f"the tensors are not those that {config} describes: "
-            + "; ".join(wrong[:LISTED] + more)
+            f"the tensors are not those that {config} describes: " + "; ".join(wrong)
         )
 
 
@@ -100,9 +100,7 @@ def _are_equal(exact: np.ndarray, rounded: np.ndarray) -> bool:
         return np.array_equal(exact.astype(rounded.dtype, copy=False), rounded)
 
 
-def _on_mesh(
-    files: TensorFiles, weight: Weight, leaf: jax.ShapeDtypeStruct
-) -> jax.Array:
+def _read(files: TensorFiles, weight: Weight, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Reads one parameter; what several devices hold is read once."""
     shape = leaf.shape
     sharding = leaf.sharding

@@ -104,9 +104,7 @@ def _read(
     if kind == "yarn" and longest is not None:
         rope.setdefault(_ORIGINAL, longest)
     unknown = rope.keys() - {*_NEEDED[kind], *_OPTIONAL.get(kind, ())}
-    wrong = [
-        f"with {short(name)}, which models here have not" for name in sorted(unknown)
-    ]
+    wrong = [f"with {short(n)}, which models here have not" for n in sorted(unknown)]
     wrong += [f"without {name}" for name in _NEEDED[kind] if name not in rope]
     for name, value in {"rope_theta": theta, _PART: part, **rope}.items():
         right = _KINDS[_TYPES.get(name, float)]
@@ -137,17 +135,13 @@ def rope_fields(config: LanguageModelConfig, of_kinds: bool) -> dict[str, Any]:
         if fields.get("truncate"):
             del fields["truncate"]  # what versions do that lack it
     local = config.window_rope_theta or theta
-    written = {
-        "rope_theta": theta,
-        "rope_scaling": fields,
-        "rope_local_base_freq": local,
-    }
+    written = {"rope_theta": theta, "rope_scaling": fields}
+    written["rope_local_base_freq"] = local
     if of_kinds:
         plain = {"rope_type": "default"}
-        written["rope_parameters"] = {
-            _FULL: (fields or plain) | {"rope_theta": theta},
-            _WINDOW: plain | {"rope_theta": local},
-        }
+        full = (fields or plain) | {"rope_theta": theta}
+        window = plain | {"rope_theta": local}
+        written["rope_parameters"] = {_FULL: full, _WINDOW: window}
     return written | {_PART: config.rotary_fraction}
 
 

@@ -139,7 +139,7 @@ def suggestion(run: Run) -> Suggestion:
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         layout=name_of(run.layout),
-        route="; ".join(dict.fromkeys(one.ring.describe() for one in passes)),
+        route="; ".join(dict.fromkeys(x.ring.describe() for x in passes)),
         attention=of_states
         + sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
         ring_waits=states_wait + sum(x.times * x.spent.outlasting for x in passes),
@@ -170,7 +170,9 @@ def exposed_seconds(run: Run, ring: RingCost, chip: Chip) -> float:
 
     ring: of any kind of layers, which all have as many heads.
     """
-    config, partition, model = run.config, run.partition, run.config.model
+    config = run.config
+    model = config.model
+    partition = run.partition
     shape = partition.mesh.shape
     itemsize = run.compute_dtype.itemsize
     shards = partition.shards("embed")

@@ -17,11 +17,19 @@ RING_NAME = f"{TRANSFER} (ring)"
 SENT = "{:26s} {:>7s}  {:>10s}  {:>12s}  {:>9s}  {:>10s}  {:>9s}"
 """Format of a row of communication."""
 
+SENT_HEAD = (
+    "sent by a device in a step   times  bytes each  bytes in all       time  "
+    "   exposed     waited"
+)
+
 MESH = (
     "{mesh} {memory:>9s}{mark:1s} {kernels:>7s} {others:>7s} {waits:>7s} {step:>7s}  "
     "{ring}"
 )
 """Format of a row of a suggested mesh."""
+
+MESH_HEAD = f"{' '.join(MESH_AXES)}    memory  kernels  others   waits    step  "
+MESH_HEAD += "layout, ring"
 
 WIDTH = 100
 """Columns of what is printed."""
@@ -73,16 +81,7 @@ def _documents(plan: Plan) -> str:
 def _sent_lines(plan: Plan) -> list[str]:
     if not plan.collectives:
         return ["", "sent by a device in a step: nothing"]
-    head = SENT.format(
-        "sent by a device in a step",
-        "times",
-        "bytes each",
-        "bytes in all",
-        "time",
-        "exposed",
-        "waited",
-    )
-    lines = ["", head]
+    lines = ["", SENT_HEAD]
     chip = chip_of(plan.topology, plan.device_kind)
     for kind in plan.collectives:
         lines.append(_sent_line(plan, kind, chip))
@@ -161,17 +160,7 @@ def _estimate_lines(plan: Plan) -> list[str]:
 
 def describe_meshes(meshes: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
-    head = MESH.format(
-        mesh=" ".join(MESH_AXES),
-        memory="memory",
-        mark="",
-        kernels="kernels",
-        others="others",
-        waits="waits",
-        step="step",
-        ring="layout, ring",
-    )
-    lines = [head]
+    lines = [MESH_HEAD]
     for suggested in meshes:
         sizes = [f"{suggested.mesh.get(axis, 1):{len(axis)}d}" for axis in MESH_AXES]
         line = MESH.format(
@@ -206,12 +195,7 @@ def seconds(count: float) -> str:
 
 def size(count: float) -> str:
     """Formats bytes with a unit that suits them."""
-    for unit, length in (
-        ("TiB", 2**40),
-        ("GiB", 2**30),
-        ("MiB", 2**20),
-        ("KiB", 2**10),
-    ):
-        if abs(count) >= length:
-            return f"{count / length:.2f} {unit}"
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(count) >= 2**power:
+            return f"{count / 2**power:.2f} {unit}"
     return f"{count:.0f} B"
