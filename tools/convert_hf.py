@@ -174,13 +174,18 @@ def export_model(
         write_tensors(new, tensors, sizes, file_bytes, form.TENSORS)
         changed = "" if adapter_only else hf_config.context_change(fields, kept)
         if original:
-            for pattern in COMPANIONS:
-                for file in filter(Path.is_file, original.glob(pattern)):
-                    shutil.copyfile(file, new / file.name)
+            _copy_companions(original, new)
         elif not adapter_only:
             changed = _write_own_tokenizer(workdir, new, fields)
         (new / form.CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     return changed
+
+
+def _copy_companions(original: Path, directory: Path) -> None:
+    """Copies a model's tokenizer, and what else goes with its tensors."""
+    for pattern in COMPANIONS:
+        for file in filter(Path.is_file, original.glob(pattern)):
+            shutil.copyfile(file, directory / file.name)
 
 
 def _weights(model: Model, fields: Mapping[str, Any]) -> tuple[Weight, ...]:

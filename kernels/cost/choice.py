@@ -97,6 +97,7 @@ def ranked(
         if has_ways and not option.count_steps:
             one_way = option._replace(one_way=True)
             slowed = _rounded(seconds(one_way, ONE_WAY_MARGIN))
+            # Equal seconds too: one way compiles to half of the kernels.
             if slowed <= choice.seconds:
                 choice = one_way._replace(seconds=slowed)
         choices.append(choice)
@@ -124,6 +125,7 @@ def mean_times(rings: Sequence[RingCost], direction: str, chip: Chip) -> Times:
 
     Rings that count their steps take as many as the row that needs the most.
     """
+    # Rows of a batch go around together.
     counts = [ring.count for ring in rings if ring.count is not None]
     most = max(counts, default=None)
     passes = [_times(replace(ring, count=most), direction, chip) for ring in rings]
@@ -189,17 +191,11 @@ def choose_layout(
 
     def seconds(choice: Choice, slower: float) -> float:
         slots = padded_length(choice.layout, ring_size, length) // ring_size
+        ways = {"counts": choice.count_steps, "one_way": choice.one_way}
         rings = []
         for row in rows:
-            ring = RingCost.of(
-                RowOnRing(row, choice.layout, ring_size, slots),
-                1,
-                heads,
-                chip,
-                counts=choice.count_steps,
-                one_way=choice.one_way,
-            )
-            rings.append(ring)
+            on_ring = RowOnRing(row, choice.layout, ring_size, slots)
+            rings.append(RingCost.of(on_ring, 1, heads, chip, **ways))
         links = slower_links(chip, slower)
         return sum(sum(mean_times(rings, direction, links)) for direction in PRODUCTS)
 

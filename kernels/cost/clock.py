@@ -230,6 +230,7 @@ class RingCost:
         last = self.schedule.last
         chunk_seconds = self._chunk_seconds(chip, direction)
         total = outlasting = 0.0
+        # All devices wait for the slowest in every step: maxima come before the sum.
         for step, weight in sampled(last + 1):
             computed = self._kernels(step, chunk_seconds)
             total += weight * computed
@@ -280,6 +281,7 @@ class RingCost:
         half = self.sequence.ring_size / 2
         is_both = isinstance(self.route, Counted) and self.route.both_ways
         seconds = np.zeros(devices.size)
+        # of_shards: (devices, N), by whose keys visit.
         for chunk, of_shards in zip(self.schedule.chunks, chunk_seconds, strict=True):
             if not chunk.first <= step <= chunk.last:
                 continue
@@ -305,6 +307,7 @@ class RingCost:
     def _home(self, chip: Chip) -> float:
         """Returns the seconds in which gradients reach their own devices at last."""
         size = self.gradients_bytes
+        # Gradients follow their keys to the last stop, and go home from there at once.
         moves = [(c, -c.stops[-1], size) for c in self.schedule.chunks if c.last]
         return self._seconds(moves, chip)
 

@@ -57,6 +57,7 @@ class States:
         total = 0.0
         shape = self.rows * self.heads * self.depth * self.columns
         for number, steps in enumerate(runs.shifts):
+            # The tokens before a run are those of one other run: the first shift's.
             size = FLOAT32 * shape + self.rows * self.tail * (not number)
             by_device = np.zeros(runs.devices)
             for pairs, slots, _ in runs.moves(steps):

@@ -20,6 +20,7 @@ MOST_DEVICES = 64
 """Devices of a ring that are looked at, evenly spread."""
 
 
+# Equal only to itself: caches take it as a key, and arrays cannot be compared.
 @dataclass(frozen=True, eq=False)
 class Row:
     """What the tokens of a row see, in natural order.
@@ -54,6 +55,7 @@ class Row:
         """Returns the bounds of some tokens; those behind the row's end see nothing."""
         end = self.k_start.shape[-1]
         is_real = token < end
+        # Tokens of padding read the last row, and `where` hides what they read.
         token = np.minimum(token, end - 1)
         k_start = np.where(is_real, self.k_start[..., token], end)
         k_end = np.where(is_real, self.k_end[..., token], end)
@@ -145,6 +147,7 @@ def _work(sequence: RowOnRing, slots: tuple[int, int]) -> Work:
     queries = sequence.length
     keys = slots[1] - slots[0]
     devices = sequence.devices[:, None]
+    # Shards of keys, intervals, devices: below, intervals are summed.
     shape = (sequence.ring_size, sequence.row.intervals, devices.size)
     index = np.asarray(sequence.layout.index(devices, sequence.ring_size, queries))
     tiles = _tile_ranges(sequence, slots, index, min(TILE, queries, keys))
@@ -153,6 +156,7 @@ def _work(sequence: RowOnRing, slots: tuple[int, int]) -> Work:
     full = tiles.full_end - tiles.full_begin
     partial = np.reshape((tiles.work() - full).sum(axis=1), shape)
     pairs = sub_tiles.work().sum(axis=1) * float(sub**2)
+    # Sub-tiles at the end of a shard reach beyond it.
     pairs = np.reshape(pairs.clip(max=queries * keys), shape)
     # A kernel for each interval with keys in sight; one where nothing is.
     kernels = (pairs > 0).sum(axis=1).clip(1)  # (N, devices)

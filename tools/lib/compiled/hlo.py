@@ -17,7 +17,6 @@ operand, and is waited for.
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -258,8 +257,7 @@ class Program:
 
     def _in_computation(self, name: str, times: int) -> Iterator[Collective]:
         instructions = self.computations.get(name, ())
-        has_kernel = map(self._has_kernel, instructions)
-        kernels = list(itertools.compress(itertools.count(), has_kernel))
+        kernels = [n for n, x in enumerate(instructions) if self._has_kernel(x)]
         loops = [kernel for kernel in kernels if instructions[kernel].kind == "loop"]
         starts: dict[str, int] = {}
         ended: list[tuple[Instruction, int, Transfer]] = []

@@ -74,7 +74,7 @@ class Task:
     beyond: int = 0
 
     def has_its_file(self, sources: Sources) -> bool:
-        """Whether the file that it needs is there, if any."""
+        """Returns whether the file that it needs is there, if any."""
         return not self.needs or getattr(sources, self.needs) is not None
 
 
