@@ -23,9 +23,9 @@ from kernels.cost.choice import (
     ranked,
     slower_links,
 )
-from kernels.cost.clock import Heads, Ring, Times
+from kernels.cost.clock import Heads, RingCost, Times
 from kernels.cost.states import States
-from kernels.cost.work import Row, Sequence, document_spans
+from kernels.cost.work import Row, RowOnRing, document_spans
 from kernels.device import rings_both_ways
 from kernels.layouts import Layout, Striped, Zigzag
 from kernels.ring.runs import Runs
@@ -170,14 +170,14 @@ class Pass(NamedTuple):
     """
 
     times: int
-    ring: Ring
+    ring: RingCost
     direction: str
     spent: Times
 
 
 def ring_passes(run: Run, chip: Chip) -> list[Pass]:
     """Returns the passes of a step; each kind of layers has rings of its own."""
-    rings: dict[int, list[Ring]] = {}  # of each row, by window
+    rings: dict[int, list[RingCost]] = {}  # of each row, by window
     for window in {*run.sizes.attention_windows}:
         rings[window] = [_ring(run, chip, row.seen_within(window)) for row in run.rows]
     passes = []
@@ -204,7 +204,7 @@ def _layer_passes(run: Run) -> Iterator[tuple[int, int, str]]:
         yield layers * microbatches, window, "backward"
 
 
-def _ring(run: Run, chip: Chip, row: Row) -> Ring:
+def _ring(run: Run, chip: Chip, row: Row) -> RingCost:
     """Returns the ring of a run's layers on a mesh of this chip."""
     partition = run.partition
     model = run.config.model
@@ -220,8 +220,8 @@ def _ring(run: Run, chip: Chip, row: Row) -> Ring:
         model.head_dim,
         run.compute_dtype.itemsize,
     )
-    return Ring.of(
-        Sequence(row, run.layout, size, length),
+    return RingCost.of(
+        RowOnRing(row, run.layout, size, length),
         run.local_tokens * devices // length,
         heads,
         chip,

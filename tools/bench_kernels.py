@@ -127,15 +127,14 @@ def splash(operands: Operands, is_causal: bool, interpret: bool = False) -> Runs
 
     interpret: runs it without a TPU.
     """
-    place = "jax.experimental.pallas.ops.tpu.splash_attention"
-    kernel, masks_of = (
-        importlib.import_module(f"{place}.splash_attention_{part}")
-        for part in ("kernel", "mask")
-    )
+    package = "jax.experimental.pallas.ops.tpu.splash_attention"
+    kernel = importlib.import_module(f"{package}.splash_attention_kernel")
+    masks_of = importlib.import_module(f"{package}.splash_attention_mask")
     length, heads, depth = operands.q.shape[1:]
     if not (interpret or jax.default_backend() == "tpu"):
         raise Unavailable("it runs on TPUs")
-    one = (masks_of.CausalMask if is_causal else masks_of.FullMask)((length, length))
+    make_mask = masks_of.CausalMask if is_causal else masks_of.FullMask
+    mask = make_mask((length, length))
     block = min(1024, length)
     sizes = "block_q", "block_kv", "block_kv_compute"
     sizes += "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"
@@ -144,11 +143,12 @@ def splash(operands: Operands, is_causal: bool, interpret: bool = False) -> Runs
     options["block_sizes"] = kernel.BlockSizes(**blocks)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        splash = kernel.make_splash_mha(
-            masks_of.MultiHeadMask([one] * heads), **options
-        )
-        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * depth**-0.5, k, v))
-        return jax.vmap(splash)(q, k, v).transpose(0, 2, 1, 3)  # (B, T, H, D)
+        mask_of_heads = masks_of.MultiHeadMask([mask] * heads)
+        splash = jax.vmap(kernel.make_splash_mha(mask_of_heads, **options))
+        q = jnp.swapaxes(q * depth**-0.5, 1, 2)  # (B, H, T, D)
+        k = jnp.swapaxes(k, 1, 2)
+        v = jnp.swapaxes(v, 1, 2)
+        return jnp.swapaxes(splash(q, k, v), 1, 2)
 
     return jax_runs(attend, operands)
 
@@ -192,7 +192,7 @@ def measure(
             print(f"{name} left out: {reason}", flush=True)
     if not entries:
         raise ValueError(f"none of {', '.join(names)} can be measured here")
-    wide = Operands(*(x.astype(jnp.float32) for x in operands))
+    wide = jax.tree.map(jnp.float32, operands)
     exact = ours("blockwise", wide, problem.mask == "causal")
     for direction in DIRECTIONS:
         takes = [
@@ -203,17 +203,17 @@ def measure(
         for (name, (runs, seconds)), samples in zip(
             entries.items(), take_rounds(takes, repeats), strict=True
         ):
-            found = times(seconds, samples)
+            timed = times(seconds, samples)
             facts = {"contestant": name, "direction": direction, "calls": calls}
-            facts |= problem.rates(direction, found["seconds_median"], environment)
+            facts |= problem.rates(direction, timed["seconds_median"], environment)
             facts["error"] = largest_error(runs, direction, truth)
-            yield make_row(environment, problem, facts, found)
+            yield make_row(environment, problem, facts, timed)
 
 
 def largest_error(runs: Runs, direction: str, truth: Sequence[np.ndarray]) -> float:
     """Returns the largest norm of an array's error relative to that of the truth."""
-    found = (np.asarray(x, np.float32) for x in getattr(runs, direction)())
-    return max(map(relative_error, found, truth))
+    results = [np.asarray(x, np.float32) for x in getattr(runs, direction)()]
+    return max(map(relative_error, results, truth))
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -124,23 +124,23 @@ class CompiledRing:
         devices: Sequence[jax.Device],
     ):
         mesh = Mesh(np.array(devices), ("ring",))
-        self._order, self._size = layout_of(layout, problem), problem.ring_size
+        self._order = layout_of(layout, problem)
+        self._size = problem.ring_size
         options = {"layout": self._order, "implementation": implementation}
         attend = make_ring_attention(mesh, **options)
-        bounds = (permute(x, self._order, self._size) for x in problem.visible)
-        visible = masks.Visible(*bounds)
+        in_order = partial(permute, layout=self._order, ring_size=self._size)
+        visible = masks.Visible._make(map(in_order, problem.visible))
 
         def both(q: Any, k: Any, v: Any, d_out: Any) -> tuple:
             out, pull = jax.vjp(lambda *x: attend(*x, visible), q, k, v)
             return out, *pull(d_out)
 
         sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
-        given = (permute(np.asarray(x), self._order, self._size) for x in operands)
-        placed = [jax.device_put(x, sharding) for x in given]
+        sharded = [jax.device_put(in_order(np.asarray(x)), sharding) for x in operands]
         begin = time.perf_counter()
         kind = compiler_options(devices[0].device_kind)
-        program = jax.jit(both, compiler_options=kind).lower(*placed).compile()
-        self._run = partial(program, *placed)
+        program = jax.jit(both, compiler_options=kind).lower(*sharded).compile()
+        self._run = partial(program, *sharded)
         self.compile_seconds = time.perf_counter() - begin
 
     def sample(self) -> rows.Sample:
@@ -149,9 +149,11 @@ class CompiledRing:
 
     def answer(self) -> dict[str, np.ndarray]:
         """Runs it, and brings the results into natural order, in float64."""
-        found = (np.asarray(x, np.float64) for x in self._run())
-        found = (unpermute(x, self._order, self._size) for x in found)
-        return dict(zip(GRADED, found, strict=True))
+        answer = {}
+        for name, result in zip(GRADED, self._run(), strict=True):
+            result = np.asarray(result, np.float64)
+            answer[name] = unpermute(result, self._order, self._size)
+        return answer
 
 
 Step = Callable[[jax.Array, jax.Array], Any]
@@ -161,7 +163,7 @@ def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
     """Returns one ring step forward, and one backward, as functions of the bounds."""
     step = choose(implementation, jnp.dtype(problem.dtype))
     local = problem.length // problem.ring_size
-    q, k, v, d_out = (x[:, :local] for x in problem.draw())
+    q, k, v, d_out = jax.tree.map(lambda x: x[:, :local], problem.draw())
     wide = jnp.zeros(q.shape, jnp.float32)
     row = jnp.zeros((problem.batch, problem.heads, local), jnp.float32)
     # Weights are exp(score - lse): with this lse they stay small.
@@ -174,8 +176,9 @@ def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
 
     @jax.jit
     def backward(q, k, v, d_out, lse, delta, start, stop, dq):
-        operands = q, k, v, d_out, lse, delta, start, stop
-        return step.backward(*operands, scale=scale, dq=dq)
+        return step.backward(
+            q, k, v, d_out, lse, delta, start, stop, scale=scale, dq=dq
+        )
 
     return {
         "forward": lambda *bounds: forward(q, k, v, *bounds, wide, lse),
@@ -195,10 +198,10 @@ def time_steps(
     for steps in zip(*each, strict=True):
         runs = [partial(step, *map(jnp.int32, bounds)) for _, bounds in steps]
         takes = [partial(rows.take_sample, run, calls) for run in runs]
-        for name, (place, _), samples in zip(
+        for name, (position, _), samples in zip(
             layouts, steps, rows.take_rounds(takes, repeats), strict=True
         ):
-            seconds[name][place] = statistics.median(x.wall for x in samples)
+            seconds[name][position] = statistics.median(x.wall for x in samples)
     return seconds
 
 
@@ -222,14 +225,16 @@ def start_devices(count: int) -> list[jax.Device]:
 
 
 def _tiles(problem: Problem, layout: str) -> dict[str, Any]:
-    given = layout_of(layout, problem), problem.ring_size, problem.visible
-    return count_tiles(*given, BlockSizes(TILE, TILE))
+    sizes = BlockSizes(TILE, TILE)
+    order = layout_of(layout, problem)
+    return count_tiles(order, problem.ring_size, problem.visible, sizes)
 
 
 def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Times the chosen variants in rounds, and the original's chunk sizes."""
     devices = start_devices(problem.ring_size)
-    environment, operands = rows.Environment.of(devices), problem.draw()
+    environment = rows.Environment.of(devices)
+    operands = problem.draw()
     with contextlib.ExitStack() as stack:
         makes: list[Callable[..., CompiledRing | Original]] = []
         facts: list[dict[str, Any]] = []
@@ -250,18 +255,15 @@ def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, 
         checked = dataclasses.replace(problem, length=length)
         given = operands if checked == problem else checked.draw()
         truth = checked.truth(given)
-        for make, about, run, mine in zip(makes, facts, runs, samples, strict=True):
-            found = rows.times(run.compile_seconds, mine)
+        for make, about, run, taken in zip(makes, facts, runs, samples, strict=True):
+            times = rows.times(run.compile_seconds, taken)
+            rates = problem.rates("both", times["seconds_median"], environment)
             same = run if checked == problem else make(checked, given)
-            yield rows.make_row(
-                *(environment, problem, about, found),
-                problem.rates("both", found["seconds_median"], environment),
-                {
-                    f"error_{n}": relative_error(x, truth[n])
-                    for n, x in same.answer().items()
-                },
-                {"error_length": length, "versions": run.versions},
-            )
+            errors = {}
+            for name, result in same.answer().items():
+                errors[f"error_{name}"] = relative_error(result, truth[name])
+            errors |= {"error_length": length, "versions": run.versions}
+            yield rows.make_row(environment, problem, about, times, rates, errors)
 
 
 def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -274,7 +276,8 @@ def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str,
         paths = {name: float(seconds[name].max(axis=0).sum()) for name in names}
         tiles = {n: _tiles(problem, n)["tiles_critical_path"] for n in names}
         for name in names:
-            speed_up, limit = (x[names[0]] / x[name] for x in (paths, tiles))
+            speed_up = paths[names[0]] / paths[name]
+            limit = tiles[names[0]] / tiles[name]
             facts = {"layout": name, "direction": direction, "tile": TILE}
             facts |= {"implementation": implementation, "calls": chosen.calls}
             facts |= {"repeats": chosen.repeats, "seconds": seconds[name].T.tolist()}
@@ -324,11 +327,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not chosen.simulate:
         start_devices(chosen.devices)
     if not chosen.implementations:
-        best, known = choose(None, jnp.dtype(chosen.dtype)), IMPLEMENTATIONS.items()
-        chosen.implementations = [name for name, one in known if one is best]
-    ways = {True: (simulate, COLUMNS_OF_STEPS), False: (measure, COLUMNS)}
-    run, shown = ways[chosen.simulate]
-    rows.report(chosen.output, partial(run, problem, chosen), shown)
+        best = choose(None, jnp.dtype(chosen.dtype))
+        known = IMPLEMENTATIONS
+        chosen.implementations = [name for name in known if known[name] is best]
+    run = simulate if chosen.simulate else measure
+    columns = COLUMNS_OF_STEPS if chosen.simulate else COLUMNS
+    rows.report(chosen.output, partial(run, problem, chosen), columns)
 
 
 if __name__ == "__main__":

@@ -79,12 +79,14 @@ def import_model(
       FileExistsError: `workdir` is not empty.
     """
     refuse_existing(workdir)
-    form, left_out = adapters if weights else names, []
-    fields, said_by = _read_config(source, form.CONFIG), form.CONFIG
+    form = adapters if weights else names
+    left_out = []
+    fields = _read_config(source, form.CONFIG)
+    described_by = form.CONFIG
     with TensorFiles(source, form.TENSORS) as files:
         if weights:
             settings = run_config.read(str(weights))
-            said_by = f"{said_by} and the model"
+            described_by = f"{described_by} and the model"
             settings.update(workdir=str(workdir), init_from=str(weights))
             layers = settings.model.num_layers
             lora = adapters.read_lora(fields, [*files.shapes], layers)
@@ -102,7 +104,7 @@ def import_model(
             settings = _settings(config, workdir=str(workdir))
         run = TextRun(settings, partition)
         tensors = _weights(run.model, fields)
-        parameters = load(files, tensors, run.model, partition, said_by)
+        parameters = load(files, tensors, run.model, partition, described_by)
     save_parameters(workdir, parameters, run.fingerprint)
     run_config.write(settings)
     return left_out
@@ -156,7 +158,9 @@ def export_model(
             )
         source.check_alone(config, kept)
         fields = adapters.config_fields(config.lora, original and str(original))
-        source, model, file_bytes = source.saved, source.model, sys.maxsize
+        model = source.model
+        source = source.saved
+        file_bytes = sys.maxsize
     else:
         config = dataclasses.replace(config, lora=Lora())
         fields = hf_config.config_fields(config, dtype, kept, tokens)
@@ -168,15 +172,20 @@ def export_model(
     tensors = _tensors(source, parts, model, partition, dtype)
     with new_directory(directory) as new:
         write_tensors(new, tensors, sizes, file_bytes, form.TENSORS)
-        said = "" if adapter_only else hf_config.context_change(fields, kept)
+        changed = "" if adapter_only else hf_config.context_change(fields, kept)
         if original:
-            found = (file for name in COMPANIONS for file in original.glob(name))
-            for file in filter(Path.is_file, found):
-                shutil.copyfile(file, new / file.name)
+            _copy_companions(original, new)
         elif not adapter_only:
-            said = _write_own_tokenizer(workdir, new, fields)
+            changed = _write_own_tokenizer(workdir, new, fields)
         (new / form.CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-    return said
+    return changed
+
+
+def _copy_companions(original: Path, directory: Path) -> None:
+    """Copies a model's tokenizer, and what else goes with its tensors."""
+    for pattern in COMPANIONS:
+        for file in filter(Path.is_file, original.glob(pattern)):
+            shutil.copyfile(file, directory / file.name)
 
 
 def _weights(model: Model, fields: Mapping[str, Any]) -> tuple[Weight, ...]:
@@ -200,7 +209,8 @@ def _write_own_tokenizer(workdir: str, directory: Path, fields: dict[str, Any]) 
     copy = write_tokenizer(directory, tokenizer, read_chat_template(corpus))
     if copy is None:
         return f"the tokenizer is {tokenizer.name}, which has no file"
-    ends, begins = tokenizer.stop_tokens, tokenizer.begin_of_document
+    ends = tokenizer.stop_tokens
+    begins = tokenizer.begin_of_document
     fields["eos_token_id"] = ends[0] if len(ends) == 1 else [*ends]
     fields["bos_token_id"] = begins[0] if begins else None
     return ""

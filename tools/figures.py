@@ -53,7 +53,8 @@ Runs = list[dict[str, Any]]
 
 def agent(results: dict[str, Any]) -> str:
     """Returns the name of the method that trained the agent."""
-    made, data = results["config"]["agent"], results["config"]["data"]
+    made = results["config"]["agent"]
+    data = results["config"]["data"]
     sees_one = results["config"].get("model", {}).get("window") == 1
     if sees_one or made.get("method") == "perceptron":  # as it was once
         return "behaviour cloning"
@@ -80,7 +81,8 @@ def read_returns(files: Sequence[Path]) -> dict[str, dict[str, Runs]]:
     for file in files:
         try:
             results = _by_world(parse_json(Path(file).read_text()))
-            name, seed = agent(results), results["config"].setdefault("seed", 0)
+            name = agent(results)
+            seed = results["config"].setdefault("seed", 0)
             agents = found.setdefault(results["task"], {})
             for other, runs in agents.items():
                 for run in runs:

@@ -138,7 +138,8 @@ class Writer:
         """
         tokens, wanted = self.encode(prompt)
         streams = [TextStream(self.tokenizer, tokens) for _ in range(self.samples)]
-        texts, live = ["" for _ in streams], [*range(self.samples)]
+        texts = [""] * self.samples
+        live = list(range(self.samples))
         stop_tokens = {*self.tokenizer.stop_tokens}
         if self.chat:
             stop_tokens.add(self.chat.template.end)
@@ -231,10 +232,11 @@ def find_sampling(options: argparse.Namespace, tokenizer: Tokenizer) -> Sampling
     Raises:
       ValueError: its generation_config.json is damaged.
     """
-    given = {name: getattr(options, name) for name in SAMPLING}
-    own = read_sampling(tokenizer.path) if tokenizer.path else {}
-    own |= {name: value for name, value in given.items() if value is not None}
-    return Sampling(**own, allowed_tokens=tokenizer.vocab_size)
+    fields = read_sampling(tokenizer.path) if tokenizer.path else {}
+    for name in SAMPLING:
+        if getattr(options, name) is not None:
+            fields[name] = getattr(options, name)
+    return Sampling(**fields, allowed_tokens=tokenizer.vocab_size)
 
 
 def prepare(resolved: TextRun, options: argparse.Namespace) -> Writer:
@@ -254,13 +256,15 @@ def prepare(resolved: TextRun, options: argparse.Namespace) -> Writer:
     sampling = find_sampling(options, tokenizer)
     rows = resolved.partition.shards("batch")
     samples = -(-options.samples // rows)
-    more = (samples - 1) * ((options.max_tokens or MAX_TOKENS) - 1)
-    slots = options.cache_tokens or config.data.context_tokens + more
+    max_tokens = options.max_tokens
+    of_others = (samples - 1) * ((max_tokens or MAX_TOKENS) - 1)
+    slots = options.cache_tokens or config.data.context_tokens + of_others
     programs = generator(
         resolved, sampling, rows=rows, cache_tokens=slots, samples=samples
     )
-    numbers = options.max_tokens, options.seed
-    return Writer(programs, tokenizer, *numbers, chat, sampling, options.samples)
+    return Writer(
+        programs, tokenizer, max_tokens, options.seed, chat, sampling, options.samples
+    )
 
 
 def run(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:
@@ -314,7 +318,9 @@ def _say(line: str) -> None:
 
 
 def _show(pieces: Iterator[str], samples: int) -> None:
-    start, first, count = time.monotonic(), 0.0, 0
+    start = time.monotonic()
+    first = 0.0
+    count = 0
     for piece in pieces:
         print(piece, end="", flush=True)
         first = first or time.monotonic() - start

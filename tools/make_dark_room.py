@@ -43,14 +43,18 @@ def make(
     Raises:
       FileExistsError: something has that name already; it is not touched.
     """
-    room, rng = ROOMS[room_name], np.random.default_rng(seed)
+    room = ROOMS[room_name]
+    rng = np.random.default_rng(seed)
     about = {"domain": "dark_room", "task": room_name, "recorded": kind, "seed": seed}
     about["worlds_described"] = [{"goal": goal.tolist()} for goal in room.goals]
     with TrajectoryWriter(directory, about) as writer:
         for worlds, recorded in _recorded(room, kind, episodes, rng):
-            for world, *steps in zip(worlds, *recorded, strict=True):
-                seen, (done, best) = room.observe(steps[0]), map(one_hot, steps[1:3])
-                writer.write(seen, done, steps[3], target=best, world=world)
+            for world, places, actions, best_actions, rewards in zip(
+                worlds, *recorded, strict=True
+            ):
+                seen = room.observe(places)
+                best = one_hot(best_actions)
+                writer.write(seen, one_hot(actions), rewards, target=best, world=world)
     return TrajectoryFile.open(directory)
 
 

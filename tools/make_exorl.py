@@ -79,7 +79,8 @@ def _record(
     noise = draw_noise(rng, rng.choice(EXPONENTS), rng.choice(SCALES), size)
     first = environment.reset(int(rng.integers(2**31)))
     rows = [(first, np.zeros(size, np.float32), 0.0, environment.physics())]
-    walks, aim = environment.domain == "point_mass", None
+    walks = environment.domain == "point_mass"
+    aim = None
     roaming = ROAMING * rng.random()
     for step, wanted in enumerate(noise):
         if step % action_repeat == 0:
@@ -125,7 +126,8 @@ def draw_noise(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__)
-    add, default = parser.add_argument, "(default: %(default)s)"
+    add = parser.add_argument
+    default = "(default: %(default)s)"
     known = [domain for domain in DOMAINS if environments.tasks(domain)]
     add("--domain", required=True, choices=known)
     output = "directory of data sets, with or without others"

@@ -26,7 +26,8 @@ from tasks.command_line import Parser, as_program, at_least
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add, default = parser.add_argument, "(default: %(default)s)"
+    add = parser.add_argument
+    default = "(default: %(default)s)"
     add("--root", required=True, type=Path, help="directory of data sets")
     add("--domain", required=True, choices=list(DOMAINS))
     add("--algorithm", required=True, help="rnd, proto, …, or scripted")

@@ -74,7 +74,8 @@ def write(file: TrajectoryFile, name: str) -> Any:
     from gymnasium.spaces import Box
     from minari.data_collector import EpisodeBuffer
 
-    buffers, observed = [], file.observation_size
+    buffers = []
+    observed = file.observation_size
     for number in np.flatnonzero(file.worlds == file.worlds[0]):
         steps = file.read(np.arange(*file.offsets[number : number + 2]))
         ended = np.arange(len(steps)) == len(steps) - 1

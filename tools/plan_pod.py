@@ -91,7 +91,8 @@ def find_max_context(
 
     def peak_of(context: int) -> int | None:
         """Compiles a context and prints what it takes: bytes, or None if too many."""
-        start, config.data.context_tokens = time.perf_counter(), context
+        start = time.perf_counter()
+        config.data.context_tokens = context
         jax.clear_caches()  # of earlier tries, which are large
         try:
             plan = compiled_plan(config, pod, documents)
@@ -99,7 +100,8 @@ def find_max_context(
             seconds = time.perf_counter() - start
             print(f"{context:,} tokens: {error} ({seconds:.0f} s)", flush=True)
             return None
-        plans[context], memory = plan, plan.memory
+        plans[context] = plan
+        memory = plan.memory
         fits = "fits" if memory.peak <= limit else "does not fit"
         print(
             f"{context:,} tokens: {size(memory.peak)}, {memory.spare_share:.1%} spare: "
@@ -139,11 +141,11 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
     if options.devices is not None:
         pod = pod.first(options.devices)
     if options.suggest:
-        found = suggestions(config, len(pod.devices), pod.chip, documents)
-        print("\n".join(describe_meshes(found[:MOST_MESHES], pod.chip)))
+        meshes = suggestions(config, len(pod.devices), pod.chip, documents)
+        print("\n".join(describe_meshes(meshes[:MOST_MESHES], pod.chip)))
         what = {"topology": pod.topology, "documents": documents}
         what |= {"rows": config.data.batch_rows, "context": config.data.context_tokens}
-        value: Any = [what | one.row() for one in found]
+        value: Any = [what | mesh.row() for mesh in meshes]
     else:
         way = find_max_context if options.find_max_context else compiled_plan
         plan = way(config, pod, documents)

@@ -78,10 +78,10 @@ class LineDocuments:
           ValueError: the smallest one does not fit, or there are too few names.
         """
         least = min(self.least_tokens, self.context_tokens)
-        low, high = math.log(least), math.log(self.context_tokens)
+        exponent = rng.uniform(math.log(least), math.log(self.context_tokens))
         # One token ends the document, and another may begin it.
         begin = begun(self.tokenizer, np.array([], np.int32))
-        tokens = round(math.exp(rng.uniform(low, high))) - begin.size - 1
+        tokens = round(math.exp(exponent)) - begin.size - 1
         asked_share = rng.uniform(0, MOST_ASKED)
 
         def asked(record: Record) -> int:
@@ -106,11 +106,12 @@ class LineDocuments:
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Draws `asked` questions, fewer where they do not fit; lines in rounds."""
         lines = len(record.names)
-        rounds = range(-(-asked // lines))
-        places = [place for _ in rounds for place in rng.permutation(lines).tolist()]
+        order = []
+        while len(order) < asked:
+            order += rng.permutation(lines).tolist()
         questions = []
-        for place in places[:asked]:
-            question = self._question(record, place)
+        for line in order[:asked]:
+            question = self._question(record, line)
             size = sum(map(len, question))
             if size <= room:
                 questions.append(question)
@@ -118,11 +119,11 @@ class LineDocuments:
         # Names are of unlike lengths; there is room for that of the last line.
         return questions or [self._question(record, -1)]
 
-    def _question(self, record: Record, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def _question(self, record: Record, line: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a question, and of its answer."""
-        form, name = self.form, record.names[place]
-        asked = (form.question + form.cue).format(name=name)
-        answer = form.answer.format(number=record.numbers[place])
+        form = self.form
+        asked = (form.question + form.cue).format(name=record.names[line])
+        answer = form.answer.format(number=record.numbers[line])
         return self.tokenizer.encode(asked), self.tokenizer.encode(answer)
 
 
@@ -155,8 +156,10 @@ def write_corpus(
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add, default = parser.add_argument, "default: %(default)s"
-    tokens, most = at_least(1), "of the longest document"
+    add = parser.add_argument
+    default = "default: %(default)s"
+    tokens = at_least(1)
+    most = "of the longest document"
     path = '"bytes" (the default), or a path: tokenizer.json or SentencePiece .model'
     add("--form", choices=FORMS, default="LRT-NL", help=default)
     add(
@@ -177,7 +180,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     chosen = _arguments(arguments)
-    tokenizer, context_tokens = open_tokenizer(chosen.tokenizer), chosen.context_tokens
+    tokenizer = open_tokenizer(chosen.tokenizer)
+    context_tokens = chosen.context_tokens
     documents = LineDocuments(FORMS[chosen.form], tokenizer, context_tokens)
     tokens = {"train": chosen.train_tokens, "validation": chosen.validation_tokens}
     print(write_corpus(documents, chosen.output, tokens, chosen.seed))

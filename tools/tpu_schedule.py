@@ -88,7 +88,8 @@ class Measurement:
 
     def row(self) -> dict[str, Any]:
         """Returns the measurement as a row, without its environment."""
-        body, bodies = tile_body(self.schedule), self.bodies
+        body = tile_body(self.schedule)
+        bodies = self.bodies
         row = {"kernel": self.tile.kernel, "libtpu": version("libtpu")}
         row |= {"bodies": bodies, "bundles": bodies * body.bundles}
         row["mxu_bound"] = bodies * body.mxu_bound
@@ -139,11 +140,11 @@ def read_dump(folder: Path, kernel: str) -> Schedule:
       ValueError: there is not exactly one kernel of that name.
     """
     name = re.compile(rf"(\d+-{re.escape(kernel)}(\.\d+)?)-\d+-final_bundles\.txt")
-    found = [match for path in folder.iterdir() if (match := name.match(path.name))]
-    if len(found) != 1:
-        raise ValueError(f"the compiler dumped {len(found)} kernels {kernel!r}, not 1")
-    (used,) = folder.glob(f"{found[0][1]}-*-final_hlo-static-per-bundle-*.txt")
-    return read_schedule((folder / found[0][0]).read_text(), used.read_text())
+    dumped = list(filter(None, map(name.match, os.listdir(folder))))
+    if len(dumped) != 1:
+        raise ValueError(f"the compiler dumped {len(dumped)} kernels {kernel!r}, not 1")
+    (used,) = folder.glob(f"{dumped[0][1]}-*-final_hlo-static-per-bundle-*.txt")
+    return read_schedule((folder / dumped[0][0]).read_text(), used.read_text())
 
 
 def table(rows: Sequence[dict[str, Any]], fields: Sequence[str] = ()) -> str:
@@ -173,24 +174,20 @@ def candidates(tile: Tile, tried: dict[str, tuple[int, ...]]) -> list[TpuBlocks 
     if not tried:
         return [None]
     current = TABLES[tile.direction][tile.soft_cap is not None][tile.chip]
-    found = (
-        dataclasses.replace(current, **dict(zip(tried, numbers, strict=True)))
-        for numbers in itertools.product(*tried.values())
-    )
-    fitting = (
-        one
-        for one in found
-        if one.stacked_rows % one.rows == 0 and one.block_k % one.columns == 0
-    )
-    return list(dict.fromkeys([current, *fitting]))  # each once
+    fitting = [current]
+    for numbers in itertools.product(*tried.values()):
+        blocks = dataclasses.replace(current, **dict(zip(tried, numbers, strict=True)))
+        if not (blocks.stacked_rows % blocks.rows or blocks.block_k % blocks.columns):
+            fitting.append(blocks)
+    return list(dict.fromkeys(fitting))  # each once
 
 
 def _numbers(text: str) -> tuple[str, tuple[int, ...]]:
     """Reads a field of `TpuBlocks` and the numbers to try."""
-    found = re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text)
-    if found is None:
+    field = re.fullmatch(r"(\w+)=(\d+(?:,\d+)*)", text)
+    if field is None:
         raise argparse.ArgumentTypeError(f"must be as rows=128,256, got {text!r}")
-    return found[1], tuple(map(int, found[2].split(",")))
+    return field[1], tuple(map(int, field[2].split(",")))
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -235,17 +232,19 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(chosen: argparse.Namespace) -> tuple[list[Measurement], list[str]]:
     """Measures tiles, those of a chip with the fewest bundles first; and failures."""
-    measured, failures = [], []
-    sizes = chosen.block_q, chosen.block_k, chosen.head_dim, chosen.dtype
+    measured = []
+    failures = []
+    names = [field.name for field in dataclasses.fields(Tile) if field.name != "chip"]
+    sizes = {name: getattr(chosen, name) for name in names}
     for chip in dict.fromkeys(chosen.chips):
-        problem = *sizes, chosen.group, chosen.length, chosen.soft_cap
-        tile, found = Tile(chip, chosen.direction, *problem), []
+        tile = Tile(chip, **sizes)
+        of_chip = []
         for blocks in candidates(tile, dict(chosen.tried)):
             try:
-                found.append(measure(tile, blocks))
+                of_chip.append(measure(tile, blocks))
             except ValueError as error:
                 failures.append(f"{chip}: {error}")
-        measured += sorted(found, key=lambda one: one.row()["bundles"])
+        measured += sorted(of_chip, key=lambda result: result.row()["bundles"])
     return measured, failures
 
 

@@ -17,9 +17,8 @@ from ..layouts import (
     check_layout,
     padded_length,
 )
-from .clock import PRODUCTS, Heads, Ring, Times
-from .work import Row
-from .work import Sequence as RowOnRing
+from .clock import PRODUCTS, Heads, RingCost, Times
+from .work import Row, RowOnRing
 
 STRIPES = 256, 512, 1024
 """Widths that are tried beside stripes of a token: multiples of kernels' sub-blocks."""
@@ -74,10 +73,10 @@ def layouts_of(ring_size: int, length: int) -> list[Layout]:
     """Returns the layouts in which a row of this length needs the least padding."""
     if ring_size == 1:
         return [Contiguous()]
-    every = [Striped(), Contiguous(), Zigzag()]
-    every += [Striped(m) for m in STRIPES if m < length // ring_size]
-    padded = [padded_length(layout, ring_size, length) for layout in every]
-    return [x for x, n in zip(every, padded, strict=True) if n == min(padded)]
+    layouts = [Striped(), Contiguous(), Zigzag()]
+    layouts += [Striped(width) for width in STRIPES if width < length // ring_size]
+    padded = {layout: padded_length(layout, ring_size, length) for layout in layouts}
+    return [layout for layout in layouts if padded[layout] == min(padded.values())]
 
 
 def ranked(
@@ -92,41 +91,49 @@ def ranked(
     """
     has_ways = rings_both_ways(chip.device_kinds[0])
 
-    def timed(one: Choice, slower: float = 1.0) -> Choice:
-        return one._replace(seconds=float(f"{seconds(one, slower):.{DIGITS}g}"))
+    choices = []
+    for option in options:
+        choice = option._replace(seconds=_rounded(seconds(option, 1.0)))
+        if has_ways and not option.count_steps:
+            one_way = option._replace(one_way=True)
+            slowed = _rounded(seconds(one_way, ONE_WAY_MARGIN))
+            # Equal seconds too: one way compiles to half of the kernels.
+            if slowed <= choice.seconds:
+                choice = one_way._replace(seconds=slowed)
+        choices.append(choice)
+    return sorted(choices, key=lambda choice: choice.seconds)
 
-    def way(both: Choice) -> Choice:
-        if not has_ways or both.count_steps:
-            return both
-        one_way = timed(both._replace(one_way=True), ONE_WAY_MARGIN)
-        return both if one_way.seconds > both.seconds else one_way
 
-    return sorted((way(timed(one)) for one in options), key=lambda one: one.seconds)
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{DIGITS}g}")
 
 
 def options(layouts: Iterable[Layout], may_count: bool) -> list[Choice]:
     """Returns the choices of some layouts, with counted steps where these may end."""
-    found = []
+    choices = []
     for layout in layouts:
-        found.append(Choice(layout))
-        if may_count and layout != Striped():  # documents are everywhere
-            found.append(Choice(layout, count_steps=True))
-    return found
+        choices.append(Choice(layout))
+        # In stripes of a token every shard has tokens of every document: no ring ends
+        # early.
+        if may_count and layout != Striped():
+            choices.append(Choice(layout, count_steps=True))
+    return choices
 
 
-def mean_times(rings: Sequence[Ring], direction: str, chip: Chip) -> Times:
+def mean_times(rings: Sequence[RingCost], direction: str, chip: Chip) -> Times:
     """Returns the mean of a pass over rings of several rows of a batch.
 
     Rings that count their steps take as many as the row that needs the most.
     """
+    # Rows of a batch go around together.
     counts = [ring.count for ring in rings if ring.count is not None]
     most = max(counts, default=None)
     passes = [_times(replace(ring, count=most), direction, chip) for ring in rings]
-    return Times(*(sum(part) / len(rings) for part in zip(*passes, strict=True)))
+    return Times._make(sum(part) / len(rings) for part in zip(*passes, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)  # meshes have many rings in common
-def _times(ring: Ring, direction: str, chip: Chip) -> Times:
+def _times(ring: RingCost, direction: str, chip: Chip) -> Times:
     return ring.times(chip, direction)
 
 
@@ -178,24 +185,19 @@ def choose_layout(
             "documents must be rows of as many tokens each, in documents of 1 or more, "
             f"got rows of {sorted(lengths)} tokens: add what pads a row as a document"
         )
-    length, chip = lengths.pop(), known_chip(device or device_kind())
+    length = lengths.pop()
+    chip = known_chip(device or device_kind())
     rows = [Row.of(tuple(row), length) for row in documents]
 
-    def seconds(one: Choice, slower: float) -> float:
-        slots = padded_length(one.layout, ring_size, length) // ring_size
-        rings = [
-            Ring.of(
-                RowOnRing(row, one.layout, ring_size, slots),
-                1,
-                heads,
-                chip,
-                counts=one.count_steps,
-                one_way=one.one_way,
-            )
-            for row in rows
-        ]
+    def seconds(choice: Choice, slower: float) -> float:
+        slots = padded_length(choice.layout, ring_size, length) // ring_size
+        ways = {"counts": choice.count_steps, "one_way": choice.one_way}
+        rings = []
+        for row in rows:
+            on_ring = RowOnRing(row, choice.layout, ring_size, slots)
+            rings.append(RingCost.of(on_ring, 1, heads, chip, **ways))
         links = slower_links(chip, slower)
-        return sum(sum(mean_times(rings, way, links)) for way in PRODUCTS)
+        return sum(sum(mean_times(rings, direction, links)) for direction in PRODUCTS)
 
-    every = options(layouts or layouts_of(ring_size, length), may_count=True)
-    return ranked(every, seconds, chip)[0]
+    choices = options(layouts or layouts_of(ring_size, length), may_count=True)
+    return ranked(choices, seconds, chip)[0]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..chips import Chip
-from ..layouts import Layout, order
+from ..layouts import order
 from ..masks import Visible
 from ..ring.routes import (
     ONE_WAY,
@@ -26,20 +26,25 @@ from ..ring.routes import (
     reads_of,
     route_within,
 )
-from .work import TILE, Row, Sequence
+from .work import TILE, RowOnRing
 
 PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products of a tile."""
 
-LANES, FLOAT32 = 128, 4
+LANES = 128
+"""Numbers to whose multiples a TPU pads a head."""
+
+FLOAT32 = 4
+"""Bytes of a number of a gradient, or of a state."""
 
 
 class Speed(NamedTuple):
-    """Seconds of a kernel, or its bundles, for 1024 rows of heads of 128 numbers.
+    """Cost of a kernel's parts for one head of 128 numbers, in cycles or in seconds.
 
-    full: of a tile of 1024 keys. row: of a program, whose rows are together 1024.
-    diagonal, partial: of a row's first partial tile, and of others, beside their live
-    pairs at the rate of full tiles.
+    full: a tile of 1024 x 1024 visible pairs. row: overhead of a program, which
+      computes a row of tiles. diagonal: extra for the first partial tile of a row.
+    partial: extra for any other partial tile. Both come on top of the visible pairs of
+      the tile at the rate of a full one.
     """
 
     full: float
@@ -54,9 +59,10 @@ CYCLES = {
     "TPU v5p": {"forward": (3909, 721, 203, 2150), "backward": (8971, 431, 471, 1962)},
     "TPU v6e": {"forward": (1831, 229, 249, 1900), "backward": (4340, 310, 261, 1894)},
 }
-"""From results/tpu/kernel_parts.json, made at 43b984f: full; begin + end; what a tile
-on the diagonal takes beyond its 10 live sub-tiles of 16; what other partial tiles do,
-with masks and (forward) the sums that their programs begin with."""
+"""Cycles: full tile; per-program overhead; extra for a diagonal tile; extra for any
+other partial tile. From results/tpu/kernel_parts.json, made at 43b984f, where overhead
+is begin + end, a diagonal tile has 10 live sub-tiles of 16, and partial tiles include
+masks and (forward) the sums that their programs begin with."""
 
 ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
 """Share of the peak of kernels of other chips: those of results/2026-11-27-h100.md, of
@@ -78,12 +84,13 @@ COLUMNS = {"TPU v6e": 256}
 
 def source(chip: Chip) -> str:
     """Says where the speed of a chip's kernels comes from."""
-    if chip.name not in CYCLES:
-        shares = ", ".join(f"{n} {s:.0%}" for n, s in ATTENTION_SHARE.items())
-        return f"shares of the peak, as one H100 reaches them: {shares}"
-    return "bundles of a full tile of 1024 x 1024: " + ", ".join(
-        f"{name} {count[0]}" for name, count in CYCLES[chip.name].items()
-    )
+    if chip.name in CYCLES:
+        what = "bundles of a full tile of 1024 x 1024"
+        figures = [f"{name} {full}" for name, (full, *_) in CYCLES[chip.name].items()]
+    else:
+        what = "shares of the peak, as one H100 reaches them"
+        figures = [f"{name} {share:.0%}" for name, share in ATTENTION_SHARE.items()]
+    return f"{what}: {', '.join(figures)}"
 
 
 def speed(chip: Chip, direction: str) -> Speed:
@@ -91,9 +98,9 @@ def speed(chip: Chip, direction: str) -> Speed:
     least = 2.0 * PRODUCTS[direction] * TILE**2 * LANES / chip.peak_flops
     if chip.name not in CYCLES:
         return Speed(least / ATTENTION_SHARE[direction], 0, 0, 0)
-    found = (count / chip.bundles_per_second for count in CYCLES[chip.name][direction])
-    full, *rest = found
-    return Speed(max(full, least), *rest)
+    cycles = CYCLES[chip.name][direction]
+    seconds = Speed._make(count / chip.bundles_per_second for count in cycles)
+    return seconds._replace(full=max(seconds.full, least))
 
 
 def padded(head_dim: int) -> int:
@@ -126,7 +133,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingCost:
     """Work and communication of a device in one layer's ring.
 
     sequence: what the ring is of; rows: of the batch, on this device.
@@ -135,7 +142,7 @@ class Ring:
       counts them.
     """
 
-    sequence: Sequence
+    sequence: RowOnRing
     rows: int
     heads: Heads
     sent: int
@@ -145,14 +152,14 @@ class Ring:
     @classmethod
     def of(
         cls,
-        sequence: Sequence,
+        sequence: RowOnRing,
         rows: int,
         heads: Heads,
         chip: Chip,
         *,
         counts: bool = False,
         one_way: bool = False,
-    ) -> "Ring":
+    ) -> "RingCost":
         """Computes it for devices of a chip.
 
         counts: whether the ring may end where the documents do.
@@ -162,8 +169,7 @@ class Ring:
         sent = padded(heads.size) if chip.name.startswith("TPU") else heads.size
         count = None
         if isinstance(route, Counted):
-            shape = sequence.layout, sequence.ring_size, sequence.length
-            count = _most_steps(sequence.row, *shape, route.both_ways)
+            count = _most_steps(sequence, route.both_ways)
         return cls(sequence, rows, heads, sent, route, count)
 
     @property
@@ -181,47 +187,52 @@ class Ring:
 
     @property
     def area(self) -> float:
-        """Query-key pairs of all rows: see `Sequence.area`."""
+        """Query-key pairs of all rows: see `RowOnRing.area`."""
         return self.rows * self.sequence.area
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The chunks that the ring sends; counted ones as far as the count."""
         size = self.sequence.ring_size
-        found = self.route.schedule(size, self.heads.key_value, self.sequence.length)
+        whole = self.route.schedule(size, self.heads.key_value, self.sequence.length)
         if size == 1 or self.count is None:
-            return found
-        return Schedule(
-            tuple(
-                replace(x, stops=range(x.stops.start, x.way * (self.count + 1), x.way))
-                for x in found.chunks
-                if self.count or x.first == 0
-            )
-        )
+            return whole
+        chunks = []
+        for chunk in whole.chunks:
+            # With a count of 0 a chunk that only visits others stays at home.
+            if self.count or chunk.first == 0:
+                end = chunk.way * (self.count + 1)
+                stops = range(chunk.stops.start, end, chunk.way)
+                chunks.append(replace(chunk, stops=stops))
+        return Schedule(tuple(chunks))
 
     @property
     def ways(self) -> int:
         """Links of a device that the ring's transfers share."""
         size = self.sequence.ring_size
-        return max(1, len({c.way % size for c in self.schedule.chunks if c.last}))
+        moving = [chunk for chunk in self.schedule.chunks if chunk.last]
+        # Modulo the ring: between two devices both ways are one link.
+        return max(1, len({chunk.way % size for chunk in moving}))
 
     def describe(self) -> str:
         """Names the ring's route in a few words."""
-        size, ways = self.sequence.ring_size, ("one way", "both ways")
+        size = self.sequence.ring_size
         if size == 1:
             return "no ring"
         if isinstance(self.route, Counted):
             return f"{self.count}/{size - 1} steps"
         if isinstance(self.route, Neighbours):
             return "neighbours"
-        return ways[min(self.ways, 2) - 1]
+        return "one way" if self.ways == 1 else "both ways"
 
     def times(self, chip: Chip, direction: str) -> Times:
         """Returns the seconds of a pass."""
-        last, spent = self.schedule.last, self._chunk_seconds(chip, direction)
+        last = self.schedule.last
+        chunk_seconds = self._chunk_seconds(chip, direction)
         total = outlasting = 0.0
+        # All devices wait for the slowest in every step: maxima come before the sum.
         for step, weight in sampled(last + 1):
-            computed = self._kernels(step, spent)
+            computed = self._kernels(step, chunk_seconds)
             total += weight * computed
             # Half of the local block waits for the last gradients to come home.
             is_first_back = direction == "backward" and step == 0
@@ -237,47 +248,58 @@ class Ring:
 
     def _chunk_seconds(self, chip: Chip, direction: str) -> list[np.ndarray]:
         """Returns the seconds of each chunk's kernel: (devices, shards)."""
-        each = speed(chip, direction)
+        cost = speed(chip, direction)
         width = padded(self.heads.size) / LANES
-        heads, passes, waited = self.rows * self.heads.query, width, 0.0
+        passes = width
+        waited = 0.0
         if chip.name in CYCLES:
+            # Products of a wide head fill the matrix unit several times; what else a
+            # program does grows with the width.
             passes = -(-self.heads.size // COLUMNS.get(chip.name, LANES))
             waited = self.rows * self.heads.key_value * WAITED[direction] * width
             waited /= chip.hbm_bytes_per_second
-        found = []
+        heads = self.rows * self.heads.query
+        seconds = []
         for chunk in self.schedule.chunks:
             work = self.sequence.work(chunk.slots)
+            # The first partial tile of each row is taken for one on the diagonal.
             others = (work.partial - work.rows).clip(0)
-            tiles = passes * work.pairs / TILE**2 * each.full
-            tiles += passes * (work.partial - others) * each.diagonal
-            tiles += passes * others * each.partial
-            tiles += width * work.rows * each.row
+            tiles = passes * work.pairs / TILE**2 * cost.full
+            tiles += passes * (work.partial - others) * cost.diagonal
+            tiles += passes * others * cost.partial
+            tiles += width * work.rows * cost.row
             share = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
-            found.append(share * (heads * tiles + waited))
-        return found
+            seconds.append(share * (heads * tiles + waited))
+        return seconds
 
-    def _kernels(self, step: int, spent: list[np.ndarray]) -> float:
-        """Returns the seconds of the slowest device in a step."""
-        devices, half = self.sequence.devices, self.sequence.ring_size / 2
+    def _kernels(self, step: int, chunk_seconds: list[np.ndarray]) -> float:
+        """Returns the seconds of the slowest device in a step.
+
+        chunk_seconds: of `_chunk_seconds`.
+        """
+        devices = self.sequence.devices
+        half = self.sequence.ring_size / 2
         is_both = isinstance(self.route, Counted) and self.route.both_ways
         seconds = np.zeros(devices.size)
-        for chunk, of in zip(self.schedule.chunks, spent, strict=True):
+        # of_shards: (devices, N), by whose keys visit.
+        for chunk, of_shards in zip(self.schedule.chunks, chunk_seconds, strict=True):
             if not chunk.first <= step <= chunk.last:
                 continue
             shifts = chunk.shifts(step)
             # Opposite shards come both ways, and count once.
             if not (is_both and chunk.first and abs(shifts) >= half):
                 sources = (devices - shifts) % self.sequence.ring_size
-                seconds += of[np.arange(devices.size), sources]
+                seconds += of_shards[np.arange(devices.size), sources]
         return float(seconds.max())
 
     def _sent(self, step: int, chip: Chip, direction: str) -> float:
         """Returns the seconds of the transfers beside a step, on the fullest link."""
-        moves, is_back = [], direction == "backward"
+        moves = []
         for chunk in self.schedule.chunks:
             if step < chunk.last:
                 moves.append((chunk, chunk.shifts_after(step), self.keys_bytes))
-            if is_back and chunk.first < step <= chunk.last:
+            # In a backward, the gradients of keys follow them a step later.
+            if direction == "backward" and chunk.first < step <= chunk.last:
                 shifts = chunk.shifts_after(step - 1)
                 moves.append((chunk, shifts, self.gradients_bytes))
         return self._seconds(moves, chip)
@@ -285,6 +307,7 @@ class Ring:
     def _home(self, chip: Chip) -> float:
         """Returns the seconds in which gradients reach their own devices at last."""
         size = self.gradients_bytes
+        # Gradients follow their keys to the last stop, and go home from there at once.
         moves = [(c, -c.stops[-1], size) for c in self.schedule.chunks if c.last]
         return self._seconds(moves, chip)
 
@@ -293,13 +316,15 @@ class Ring:
 
         moves: chunks, their shifts, and the bytes of a whole shard.
         """
-        links: dict[int, float] = defaultdict(float)  # by the next device's place
         devices = self.sequence.ring_size
+        # Bytes by link, which is named by how far after this device the next one is.
+        links: dict[int, float] = defaultdict(float)
         for chunk, shifts, size in moves:
             way = chunk.way
             shifts = shifts * way % devices
             if 2 * shifts > devices:
-                shifts, way = devices - shifts, -way
+                shifts = devices - shifts
+                way = -way
             heads = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
             slots = (chunk.slots[1] - chunk.slots[0]) / self.sequence.length
             links[way % devices] += shifts * heads * slots * size
@@ -322,33 +347,30 @@ def sampled(steps: int) -> list[tuple[int, float]]:
     return [(0, 1.0), *((step, weight) for step in others), (steps - 1, 1.0)]
 
 
-def _route(sequence: Sequence, chip: Chip, counts: bool, one_way: bool) -> Route:
+def _route(sequence: RowOnRing, chip: Chip, counts: bool, one_way: bool) -> Route:
     """Returns the route that `make_ring_attention` chooses on these chips."""
-    size, row = sequence.ring_size, sequence.row
     whole = all_shards(one_way, chip.device_kinds[0])
-    if size == 1 or not (row.window or counts):
+    if sequence.ring_size == 1 or not (sequence.row.window or counts):
         return whole
-    short = _short_route(row, sequence.layout, size, sequence.length, counts, one_way)
-    return short or whole
+    return _short_route(sequence, counts, one_way) or whole
 
 
 @functools.lru_cache(maxsize=256)
-def _short_route(
-    row: Row, layout: Layout, size: int, length: int, counts: bool, one_way: bool
-) -> Route | None:
-    index = order(layout, size, size * length)
-    outline = row.within(index, size * length)
-    return route_within(outline, layout, size, counts, one_way)
+def _short_route(sequence: RowOnRing, counts: bool, one_way: bool) -> Route | None:
+    size = sequence.ring_size
+    tokens = size * sequence.length
+    outline = sequence.row.within(order(sequence.layout, size, tokens), tokens)
+    return route_within(outline, sequence.layout, size, counts, one_way)
 
 
 @functools.lru_cache(maxsize=256)
-def _most_steps(
-    row: Row, layout: Layout, size: int, length: int, both_ways: bool
-) -> int:
+def _most_steps(sequence: RowOnRing, both_ways: bool) -> int:
     """Counts the steps after the first that documents need."""
-    bounds = row.at(order(layout, size, size * length))
-    visible = Visible(*(bound[..., None, :] for bound in bounds))
-    offsets = [read.offset for read in reads_of(visible, layout, size)]
+    size = sequence.ring_size
+    token = order(sequence.layout, size, size * sequence.length)
+    k_start, k_end = sequence.row.at(token)  # (T,) or (m, T)
+    visible = Visible(k_start[..., None, :], k_end[..., None, :])
+    offsets = [read.offset for read in reads_of(visible, sequence.layout, size)]
     if both_ways:
         offsets = [min(offset, size - offset) for offset in offsets]
     return max(offsets, default=0)

@@ -9,9 +9,11 @@ from ..delta_rule import CHUNK
 from ..ring.runs import Runs
 from .clock import FLOAT32
 
-TPU_SLOWER, GPU_SLOWER = 6, 15
-"""Times that a float32 product takes as long as one of bfloat16: passes of a TPU's
-matrix units; float32 units of an H100 or H200 beside its tensor cores."""
+TPU_SLOWER = 6
+"""Times that a float32 product takes as long as one of bfloat16: a TPU's passes."""
+
+GPU_SLOWER = 15
+"""The same on an H100 or H200: its float32 units beside its tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class States:
     @property
     def flops(self) -> float:
         """FLOPs of a forward: products of chunks, and of composed maps."""
-        runs, depth, columns = self.runs, self.depth, self.columns
+        runs = self.runs
+        depth = self.depth
+        columns = self.columns
         chunk = min(CHUNK, runs.length)
         token = 2 * chunk * depth + chunk * (self.values + depth) / 2  # and a solve
         token += chunk**2  # sums of decays
@@ -49,18 +53,21 @@ class States:
 
     def sent(self, around: bool = False) -> float:
         """Returns the most bytes that a device sends in a pass; around: over links."""
-        runs, found = self.runs, 0.0
+        runs = self.runs
+        total = 0.0
         shape = self.rows * self.heads * self.depth * self.columns
         for number, steps in enumerate(runs.shifts):
+            # The tokens before a run are those of one other run: the first shift's.
             size = FLOAT32 * shape + self.rows * self.tail * (not number)
             by_device = np.zeros(runs.devices)
             for pairs, slots, _ in runs.moves(steps):
-                for a, b in pairs:
-                    far = min(abs(a - b), runs.devices - abs(a - b))
+                for sender, receiver in pairs:
+                    far = abs(sender - receiver)
+                    far = min(far, runs.devices - far)
                     part = slots.stop - slots.start
-                    by_device[a] += size * part * (far if around else far > 0)
-            found += float(by_device.max())
-        return found
+                    by_device[sender] += size * part * (far if around else far > 0)
+            total += float(by_device.max())
+        return total
 
     def forward(self, chip: Chip) -> tuple[float, float]:
         """Returns the seconds of a forward's products, and of transfers after them.

@@ -10,13 +10,17 @@ from ..backends.tile_ranges import TileRanges, key_ranges
 from ..layouts import Layout
 from ..masks import Mask, Visible, causal, full, window
 
-TILE, SUB_TILE = 1024, 256
-"""Rows and keys of a kernel's tile, and of the sub-tiles that areas are counted in."""
+TILE = 1024
+"""Rows and keys of a kernel's tile."""
+
+SUB_TILE = 256
+"""Rows and keys of the sub-tiles in which visible pairs are counted."""
 
 MOST_DEVICES = 64
 """Devices of a ring that are looked at, evenly spread."""
 
 
+# Equal only to itself: caches take it as a key, and arrays cannot be compared.
 @dataclass(frozen=True, eq=False)
 class Row:
     """What the tokens of a row see, in natural order.
@@ -50,9 +54,12 @@ class Row:
     def at(self, token: np.ndarray) -> Visible:
         """Returns the bounds of some tokens; those behind the row's end see nothing."""
         end = self.k_start.shape[-1]
-        place, is_real = np.minimum(token, end - 1), token < end
-        k_start, k_end = self.k_start[..., place], self.k_end[..., place]
-        return Visible(np.where(is_real, k_start, end), np.where(is_real, k_end, end))
+        is_real = token < end
+        # Tokens of padding read the last row, and `where` hides what they read.
+        token = np.minimum(token, end - 1)
+        k_start = np.where(is_real, self.k_start[..., token], end)
+        k_end = np.where(is_real, self.k_end[..., token], end)
+        return Visible(k_start, k_end)
 
     @functools.cached_property
     def pairs(self) -> int:
@@ -84,9 +91,11 @@ def document_spans(
     if not documents:
         return np.zeros_like(token), np.full_like(token, tokens)
     ends = np.cumsum(documents)
-    whole, rest = np.divmod(token, ends[-1])
-    place = np.searchsorted(ends, rest, side="right")
-    first, end = (whole * ends[-1] + at[place] for at in (ends - documents, ends))
+    repeat, rest = np.divmod(token, ends[-1])
+    document = np.searchsorted(ends, rest, side="right")
+    before = repeat * ends[-1]  # tokens of whole repetitions
+    first = before + (ends - documents)[document]
+    end = before + ends[document]
     return first, np.minimum(end, tokens)
 
 
@@ -103,7 +112,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sequence:
+class RowOnRing:
     """A row over a ring.
 
     length: slots of a shard.
@@ -127,38 +136,51 @@ class Sequence:
     @property
     def area(self) -> float:
         """Query-key pairs of the slowest device, the mean over ring steps, one way."""
-        devices, steps = self.devices, np.arange(self.ring_size)
-        sources = (devices[:, None] - steps) % self.ring_size
+        steps = np.arange(self.ring_size)
+        sources = (self.devices[:, None] - steps) % self.ring_size  # (devices, N)
         pairs = np.take_along_axis(self.work().pairs, sources, axis=1)
         return float(pairs.max(axis=0).mean())
 
 
 @functools.lru_cache(maxsize=256)
-def _work(sequence: Sequence, slots: tuple[int, int]) -> Work:
-    begin, end = slots
-    queries, keys = sequence.length, end - begin
-    shape, devices = (sequence.ring_size, sequence.length), sequence.devices
-    many = (sequence.ring_size, sequence.row.intervals, devices.size)
-    sources = np.arange(sequence.ring_size, dtype=np.int32)[:, None, None, None]
-    index = np.asarray(sequence.layout.index(devices[:, None], *shape))  # (devices, L)
-
-    def ranges(piece: int) -> TileRanges:
-        first = np.arange(0, queries, piece)
-        last = np.minimum(first + piece, queries) - 1
-        edges = np.stack((first, last), 1).ravel()
-        k_start, k_end = (
-            (
-                sequence.layout.count(sources, bound, *shape).clip(begin, end) - begin
-            ).reshape(-1, edges.size)  # (N * m * devices, 2 n)
-            for bound in sequence.row.at(index[:, edges])
-        )
-        return key_ranges(k_start, k_end, 2, piece)
-
+def _work(sequence: RowOnRing, slots: tuple[int, int]) -> Work:
+    queries = sequence.length
+    keys = slots[1] - slots[0]
+    devices = sequence.devices[:, None]
+    # Shards of keys, intervals, devices: below, intervals are summed.
+    shape = (sequence.ring_size, sequence.row.intervals, devices.size)
+    index = np.asarray(sequence.layout.index(devices, sequence.ring_size, queries))
+    tiles = _tile_ranges(sequence, slots, index, min(TILE, queries, keys))
     sub = min(SUB_TILE, queries, keys)
-    tiles = ranges(min(TILE, queries, keys))
-    partial = (tiles.work() - (tiles.full_end - tiles.full_begin)).sum(axis=1)
-    pairs = (ranges(sub).work().sum(axis=1) * float(sub**2)).clip(max=queries * keys)
-    pairs, partial = (np.reshape(x, many) for x in (pairs, partial))
+    sub_tiles = _tile_ranges(sequence, slots, index, sub)
+    full = tiles.full_end - tiles.full_begin
+    partial = np.reshape((tiles.work() - full).sum(axis=1), shape)
+    pairs = sub_tiles.work().sum(axis=1) * float(sub**2)
+    # Sub-tiles at the end of a shard reach beyond it.
+    pairs = np.reshape(pairs.clip(max=queries * keys), shape)
+    # A kernel for each interval with keys in sight; one where nothing is.
     kernels = (pairs > 0).sum(axis=1).clip(1)  # (N, devices)
     rows = -(-queries // TILE) * kernels
     return Work(pairs.sum(axis=1).T, partial.sum(axis=1).T, rows.T)
+
+
+def _tile_ranges(
+    sequence: RowOnRing, slots: tuple[int, int], index: np.ndarray, size: int
+) -> TileRanges:
+    """Returns the tiles that are live: (N * m * devices, rows of tiles).
+
+    index: tokens of each device that is looked at, (devices, L). size: of a tile.
+    """
+    first = np.arange(0, sequence.length, size)
+    last = np.minimum(first + size, sequence.length) - 1
+    # Bounds do not decrease along a shard: a tile's first and last row say all.
+    edges = np.stack((first, last), 1).ravel()
+    shards = np.arange(sequence.ring_size, dtype=np.int32)[:, None, None, None]
+    begin, end = slots
+    bounds = []
+    for bound in sequence.row.at(index[:, edges]):
+        # (N, m, devices, edges)
+        slot = sequence.layout.count(shards, bound, sequence.ring_size, sequence.length)
+        bounds.append((slot.clip(begin, end) - begin).reshape(-1, edges.size))
+    k_start, k_end = bounds
+    return key_ranges(k_start, k_end, 2, size)

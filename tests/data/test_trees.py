@@ -11,7 +11,7 @@ from data.rows import WholeRows
 from data.text import prefix_tree
 from data.text.prefix_tree import Document, are_parts, join, join_within
 from data.text.token_file import TokenFile, TokenFileWriter
-from kernels.cost.work import Row, Sequence
+from kernels.cost.work import Row, RowOnRing
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.trees import tree
 from tasks.layout_choice import typical_rows
@@ -165,7 +165,7 @@ def test_a_ring_s_work_is_that_of_all_intervals(layout):
     bounds = RowTrees.repeated(("700+3x500",), 4096).visible(np.arange(4096), 2)
     row = Row(*(bound.T for bound in bounds))
     alone = [Row(*pair) for pair in zip(row.k_start, row.k_end, strict=True)]
-    whole, *parts = (Sequence(x, layout, 4, 1024).work() for x in (row, *alone))
+    whole, *parts = (RowOnRing(x, layout, 4, 1024).work() for x in (row, *alone))
     for name in "pairs", "partial":
         total = sum(getattr(part, name) for part in parts)
         np.testing.assert_array_equal(getattr(whole, name), total)

@@ -7,7 +7,7 @@ import pytest
 from kernels import chips, choose_layout, layouts
 from kernels.backends.tile_layout import BlockSizes
 from kernels.cost.choice import Choice, default_granule, options, ranked
-from kernels.cost.work import Row, Sequence
+from kernels.cost.work import Row, RowOnRing
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import Visible
 from tests.cases import table
@@ -101,7 +101,7 @@ def test_a_ring_goes_both_ways_where_slower_links_would_be_waited_for():
 
 def test_large_rings_are_sampled():
     row = Row.of((), 2**17)
-    few, every = (Sequence(row, Striped(), n, 2**17 // n).work() for n in (256, 64))
+    few, every = (RowOnRing(row, Striped(), n, 2**17 // n).work() for n in (256, 64))
     assert few.pairs.shape == (64, 256) and every.pairs.shape == (64, 64)
 
 

@@ -10,10 +10,10 @@ import pytest
 from data.document_mask import DocumentMask
 from kernels import chips, layouts
 from kernels.cost import clock
-from kernels.cost.clock import PRODUCTS, Heads, Ring
-from kernels.cost.work import TILE, Row, Sequence, document_spans
+from kernels.cost.clock import PRODUCTS, Heads, RingCost
+from kernels.cost.work import TILE, Row, RowOnRing, document_spans
 from kernels.masks import Visible
-from kernels.ring.comm import Ring as DeviceRing
+from kernels.ring.comm import Ring
 from kernels.ring.routes import ONE_WAY, AllShards, Counted
 from tests.pages import PAGES
 from tests.rings import ring_mesh
@@ -37,7 +37,7 @@ def row_of(tokens, documents=(), mask=CAUSAL):
 @pytest.mark.parametrize("layout", [layouts.Contiguous(), layouts.Zigzag()], ids=str)
 def test_counts_are_those_of_the_mask(layout, documents, mask):
     row = row_of(4 * LENGTH, documents, mask)
-    sequence, half = Sequence(row, layout, 4, LENGTH), LENGTH // 2
+    sequence, half = RowOnRing(row, layout, 4, LENGTH), LENGTH // 2
     work = sequence.work()
     assert (work.rows == LENGTH // TILE).all()
     halves = (sequence.work(slots).pairs for slots in ((0, half), (half, LENGTH)))
@@ -73,11 +73,11 @@ def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
 
 
 def make_ring(length, size=64, layout=None, mask=CAUSAL, head_dim=128, **fields):
-    sequence = Sequence(
+    sequence = RowOnRing(
         row_of(size * length, mask=mask), layout or layouts.Striped(), size, length
     )
     values = {"route": AllShards(both_ways=True)} | fields
-    return Ring(sequence, 1, Heads(8, 8, head_dim), sent=128, **values)
+    return RingCost(sequence, 1, Heads(8, 8, head_dim), sent=128, **values)
 
 
 (MESHES,) = (page for page in PAGES if str(page) == "docs/meshes.md")
@@ -151,7 +151,7 @@ def test_gradients_are_sent_as_often_as_there_are_devices(size):
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
     window, zigzag = DocumentMask(window=1024), layouts.Zigzag()
     whole = make_ring(16384, layout=zigzag, mask=window)
-    route = Ring.of(whole.sequence, 1, whole.heads, V5P).route
+    route = RingCost.of(whole.sequence, 1, whole.heads, V5P).route
     few = make_ring(16384, layout=zigzag, mask=window, route=route)
     assert few.describe() == "neighbours" and few.schedule.last == 1
     # Two ways carry what is read: a sixteenth of a shard each, in place of half of one.
@@ -178,14 +178,14 @@ def test_a_counted_ring_brings_gradients_home_alone(count):
 )
 def test_counted_steps_are_those_that_the_ring_counts(layout, documents):
     length = 128
-    sequence = Sequence(row_of(4 * length, documents), layout, 4, length)
-    planned = Ring.of(sequence, 1, Heads(1, 1, 128), V5P, counts=True)
+    sequence = RowOnRing(row_of(4 * length, documents), layout, 4, length)
+    planned = RingCost.of(sequence, 1, Heads(1, 1, 128), V5P, counts=True)
     route = planned.route
     assert route.both_ways == isinstance(layout, layouts.Zigzag)
     token = layouts.order(layout, 4, 4 * length)
     bounds = CAUSAL.bounds(token, *document_spans(documents, token, 4 * length))
     visible = Visible(*(jnp.asarray(bound, jnp.int32)[None] for bound in bounds))
-    ring = DeviceRing("ring", 4, layout, 1.0, None, route=route)
+    ring = Ring("ring", 4, layout, 1.0, None, route=route)
     spec = jax.sharding.PartitionSpec
     count = jax.shard_map(
         lambda visible: ring.count_steps(visible, length),

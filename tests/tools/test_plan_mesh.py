@@ -13,7 +13,7 @@ from kernels import chips
 from kernels.backends.tile_layout import BlockSizes
 from kernels.chips import measured
 from kernels.cost.clock import PRODUCTS
-from kernels.cost.work import Row, Sequence
+from kernels.cost.work import Row, RowOnRing
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
 from models.abstract import Model
@@ -64,7 +64,7 @@ def test_area_is_that_of_the_counted_tiles(layout, ring_size):
     work = tiles_per_step(layout, ring_size, visible, BlockSizes(256, 256))
     expected = work.max(axis=0).sum() * 256**2 / ring_size
     row = Row.of((), ring_size * length)
-    assert Sequence(row, layout, ring_size, length).area == pytest.approx(expected)
+    assert RowOnRing(row, layout, ring_size, length).area == pytest.approx(expected)
 
 
 def test_ring_hides_where_a_device_has_tokens_enough():

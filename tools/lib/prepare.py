@@ -18,7 +18,7 @@ from data.rows import ROW_PLANS
 from data.text.input_files import EVERY_FILE
 from data.text.row_files import FORMATS
 from data.text.skipped import MOST_REPORTED, BadRow
-from data.text.token_file import SPLITS, TokenFile
+from data.text.token_file import TokenFile
 from data.text.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from tasks.command_line import Parser, at_least, share
 
@@ -124,11 +124,15 @@ def train_command(
     changes = {"workdir": f"runs/{corpus.resolve().name}", "data.corpus": str(corpus)}
     if config.model.vocab_size and not weights:
         changes["model.vocab_size"] = 0
-    own = config.data.items()
-    changes |= {f"data.{name}": v for name, v in fields.items() if (name, v) not in own}
+    for name, value in fields.items():
+        if (name, value) not in config.data.items():
+            changes[f"data.{name}"] = value
     config.update_from_flattened_dict(changes)
-    rows, held_out = (_rows(config, split) for split in SPLITS)
-    notes, batch_rows, fsdp = [], config.data.batch_rows, config.mesh.fsdp
+    rows = _rows(config, "train")
+    held_out = _rows(config, "validation")
+    notes = []
+    batch_rows = config.data.batch_rows
+    fsdp = config.mesh.fsdp
     of_tokens = f"rows of {config.data.context_tokens} tokens"
     if rows < fsdp:
         return (

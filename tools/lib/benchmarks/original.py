@@ -40,10 +40,10 @@ class Original:
             given["segments"] = first.reshape(1, -1)
         self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         np.savez(self._directory / "problem.npz", **given)
-        said = stack.enter_context((self._directory / "errors.txt").open("w"))
+        errors = stack.enter_context((self._directory / "errors.txt").open("w"))
         sizes = self._directory, problem.ring_size, chunk
         command = [*map(str, (python, original_process.__file__, *sizes))]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         started = subprocess.Popen(command, text=True, **pipes)
         self._process = stack.enter_context(started)
         stack.callback(started.kill)
@@ -70,5 +70,5 @@ class Original:
         return json.loads(line) if line else self._refuse()
 
     def _refuse(self) -> NoReturn:
-        said = (self._directory / "errors.txt").read_text().strip().splitlines()
-        raise ValueError(f"ringattention failed: {(said or ['it said nothing'])[-1]}")
+        lines = (self._directory / "errors.txt").read_text().strip().splitlines()
+        raise ValueError(f"ringattention failed: {(lines or ['it said nothing'])[-1]}")

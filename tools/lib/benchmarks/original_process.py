@@ -72,16 +72,19 @@ def _compiled(
 
 def main() -> None:
     """Runs the program."""
-    directory = Path(sys.argv[1])
-    run, operands, seconds = _compiled(directory, *sys.argv[2:])
+    folder, devices, chunk = sys.argv[1:]
+    directory = Path(folder)
+    run, operands, seconds = _compiled(directory, devices, chunk)
     versions = {name: version(name) for name in ("ringattention", "jax", "jaxlib")}
     print(json.dumps({"compile_seconds": seconds, "versions": versions}), flush=True)
 
     for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         for result in run(*operands):
             result.block_until_ready()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall = time.perf_counter() - wall
+        cpu = time.process_time() - cpu
         print(json.dumps({"wall": wall, "cpu": cpu}), flush=True)
     out, dq, dk, dv = map(np.asarray, run(*operands))
     np.savez(directory / "answer.npz", out=out, dq=dq, dk=dk, dv=dv)

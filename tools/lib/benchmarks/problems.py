@@ -82,10 +82,12 @@ class Problem:
     def draw(self) -> Operands:
         """Draws random operands from the seed."""
         keys = jax.random.split(jax.random.key(self.seed), 4)
-        heads = self.heads, self.kv_heads, self.kv_heads, self.heads
-        shapes = [(self.batch, self.length, h, self.head_dim) for h in heads]
-        pairs = zip(keys, shapes, strict=True)
-        return Operands(*(jax.random.normal(*pair, self.dtype) for pair in pairs))
+        heads_of_each = self.heads, self.kv_heads, self.kv_heads, self.heads
+        arrays = []
+        for key, heads in zip(keys, heads_of_each, strict=True):
+            shape = self.batch, self.length, heads, self.head_dim
+            arrays.append(jax.random.normal(key, shape, self.dtype))
+        return Operands._make(arrays)
 
     def rates(
         self, direction: str, seconds: float, environment: Environment
@@ -105,15 +107,15 @@ class Problem:
             return attention_with_lse(q, k, v, **options)[0]
 
         with jax.enable_x64(True):
-            q, k, v, d_out = (jnp.asarray(x, jnp.float64) for x in operands)
+            q, k, v, d_out = jax.tree.map(jnp.float64, operands)
             out, pull = jax.vjp(jax.jit(attend), q, k, v)
             results = jax.device_get((out, *pull(d_out)))
         return dict(zip(GRADED, results, strict=True))
 
 
-def relative_error(found: np.ndarray, truth: np.ndarray) -> float:
+def relative_error(result: np.ndarray, truth: np.ndarray) -> float:
     """Returns the norm of the error relative to the norm of the truth."""
-    return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
+    return float(np.linalg.norm(result - truth) / np.linalg.norm(truth))
 
 
 def bounds_of_steps(
@@ -126,15 +128,13 @@ def bounds_of_steps(
     Raises:
       ValueError: the sequence does not divide into the layout's shards.
     """
-    bounds = [
-        np.split(permute(bound, layout, ring_size), ring_size, axis=1)
-        for bound in visible
-    ]
+    k_start = np.split(permute(visible.k_start, layout, ring_size), ring_size, axis=1)
+    k_end = np.split(permute(visible.k_end, layout, ring_size), ring_size, axis=1)
     length = visible.k_start.shape[1] // ring_size
     for device, step in np.ndindex(ring_size, ring_size):
         source = (device - step) % ring_size  # whose keys are visiting the device
-        mine = (bound[device] for bound in bounds)
-        counts = [layout.count(source, x, ring_size, length) for x in mine]
+        bounds = k_start[device], k_end[device]
+        counts = [layout.count(source, x, ring_size, length) for x in bounds]
         yield (device, step), counts
 
 
@@ -143,10 +143,12 @@ def tiles_per_step(
 ) -> np.ndarray:
     """Counts the tiles of each device in each ring step, int64 (devices, steps)."""
     length = visible.k_start.shape[1] // ring_size
-    tile = min(sizes.block_q, length), min(sizes.block_k, length)
+    block_q = min(sizes.block_q, length)
+    block_k = min(sizes.block_k, length)
     work = np.zeros((ring_size, ring_size), np.int64)
-    for place, bounds in bounds_of_steps(layout, ring_size, visible):
-        work[place] = key_ranges(*bounds, *tile).work().sum()
+    for position, bounds in bounds_of_steps(layout, ring_size, visible):
+        k_start, k_end = bounds
+        work[position] = key_ranges(k_start, k_end, block_q, block_k).work().sum()
     return work
 
 
@@ -167,5 +169,5 @@ def count_tiles(
     path = int(work.max(axis=0).sum())
     tile = sizes.block_q * sizes.block_k
     bound = visible_pairs(visible) / tile / ring_size
-    found = {"tiles_total": int(work.sum()), "tiles_critical_path": path}
-    return found | {"tiles_bound": bound, "bound_share": bound / path}
+    counts = {"tiles_total": int(work.sum()), "tiles_critical_path": path}
+    return counts | {"tiles_bound": bound, "bound_share": bound / path}

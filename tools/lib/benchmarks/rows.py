@@ -91,14 +91,14 @@ def times(compile_seconds: float, samples: Sequence[Sample]) -> dict[str, Any]:
       devices it is the work done, and what else the host does hardly disturbs it.
     """
     seconds = [sample.wall for sample in samples]
-    median, least, most = statistics.median(seconds), min(seconds), max(seconds)
+    median = statistics.median(seconds)
     return {
         "compile_seconds": compile_seconds,
         "repeats": len(samples),
         "seconds_median": median,
-        "seconds_min": least,
-        "seconds_max": most,
-        "seconds_spread": (most - least) / median,
+        "seconds_min": min(seconds),
+        "seconds_max": max(seconds),
+        "seconds_spread": (max(seconds) - min(seconds)) / median,
         "cpu_seconds_median": statistics.median(sample.cpu for sample in samples),
     }
 
@@ -108,11 +108,13 @@ def take_sample(run: Callable[[], Any], calls: int = 1) -> Sample:
 
     With several calls, starting a run overlaps the one before it.
     """
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     for _ in range(calls):
         last = run()
     jax.block_until_ready(last)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall = time.perf_counter() - wall
+    cpu = time.process_time() - cpu
     return Sample(wall / calls, cpu / calls)
 
 
@@ -182,12 +184,12 @@ def table(rows: Sequence[dict[str, Any]], columns: Mapping[str, str]) -> str:
         except (KeyError, TypeError):
             return "-"
 
-    lines = [[*columns], *([cell(c, row) for c in columns.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(text.rjust(n) for text, n in zip(line, widths, strict=True))
-        for line in lines
-    )
+    texts = []  # (columns, lines)
+    for title, form in columns.items():
+        cells = [title, *(cell(form, row) for row in rows)]
+        width = max(map(len, cells))
+        texts.append([text.rjust(width) for text in cells])
+    return "\n".join(map("  ".join, zip(*texts, strict=True)))
 
 
 def report(

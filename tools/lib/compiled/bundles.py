@@ -10,6 +10,7 @@ Branches and their targets cut the schedule into regions.
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,18 +92,12 @@ def read_schedule(bundles_text: str, utilization_text: str) -> Schedule:
     regions = []
     for begin, end in itertools.pairwise(sorted(edges)):
         span = Span(begin, end)
-        used = (sum(column) for column in zip(*rows[begin:end], strict=True))
-        regions.append(
-            Region(
-                begin,
-                end,
-                inside=min(
-                    (outer for outer in spans if outer.holds(span)),
-                    key=lambda outer: outer.bundles,
-                ),
-                used=dict(zip(slots, used, strict=True)),
-            )
+        used = dict(
+            zip(slots, map(sum, zip(*rows[begin:end], strict=True)), strict=True)
         )
+        holders = [outer for outer in spans if outer.holds(span)]
+        inside = min(holders, key=lambda outer: outer.bundles)
+        regions.append(Region(begin, end, inside, used))
     return Schedule(tuple(regions), slots)
 
 
@@ -114,7 +109,7 @@ def _read_utilization(text: str) -> tuple[list[list[int]], dict[str, int]]:
         raise ValueError(f"no table of utilization: it begins {text[:80]!r}")
     capacity = map(int, lines[2].split())
     slots = dict(zip(lines[1].split(", "), capacity, strict=True))
-    rows = [[int(count) for count in row.split()] for row in table.splitlines() if row]
+    rows = [list(map(int, row.split())) for row in table.splitlines() if row]
     if any(len(row) != len(slots) for row in rows):
         raise ValueError(f"rows of the utilization do not have columns {list(slots)}")
     return rows, slots
@@ -135,21 +130,20 @@ def _read_branches(
 
     A loop ends before the branch that closes it: that and its delay slots, up to five
     bundles, are a region of their own. A few branches, outside of loops, have a target
-    that is not marked: only their own place is an edge.
+    that is not marked: only their own bundle is an edge.
     """
-    edges, spans = {0, len(bundles)}, {Span(0, len(bundles))}
-    targets = {
-        region: place
-        for place, (_, text) in enumerate(bundles)
-        for region in _TARGET.findall(text)
-    }
-    for place, (label, text) in enumerate(bundles):
+    edges = {0, len(bundles)}
+    spans = {Span(0, len(bundles))}
+    targets: dict[str, int] = {}
+    for number, (_, text) in enumerate(bundles):
+        targets |= dict.fromkeys(_TARGET.findall(text), number)
+    for number, (label, text) in enumerate(bundles):
         if label:
-            edges.add(place)
+            edges.add(number)
         for region in _BRANCH.findall(text):
-            target = targets.get(region, place)
-            edges |= {place, target}
-            spans.add(Span(*sorted((place, target))))
+            target = targets.get(region, number)
+            edges |= {number, target}
+            spans.add(Span(min(number, target), max(number, target)))
     return edges, spans
 
 
@@ -160,27 +154,26 @@ def bodies(schedule: Schedule) -> list[Body]:
     skipped in between belong to it if they have none (they start a copy); otherwise
     they are the body of another tile.
     """
-    result = []
-    working = [region for region in schedule.regions if region.used["MXU"]]
-    for span in sorted({region.inside for region in working}, key=lambda s: s.begin):
-        own = [region for region in working if region.inside == span]
-        other = [
-            region.inside
-            for region in working
-            if span.holds(region.inside) and region.inside != span
-        ]
-        path = [
-            region
-            for region in schedule.regions
-            if own[0].begin <= region.begin <= own[-1].begin
-            and not any(inner.holds(region) for inner in other)
-        ]
-        used = {
-            unit: sum(region.used[unit] for region in path) for unit in schedule.slots
-        }
-        bundles = sum(region.bundles for region in path)
-        result.append(Body(bundles, used, used["MXU"] / schedule.slots["MXU"]))
-    return result
+    bodies = []
+    working: dict[Span, list[Region]] = defaultdict(list)
+    for region in schedule.regions:
+        if region.used["MXU"]:
+            working[region.inside].append(region)
+    for span in sorted(working, key=lambda span: span.begin):
+        first = working[span][0].begin
+        last = working[span][-1].begin
+        inner = [other for other in working if span.holds(other) and other != span]
+        bundles = 0
+        used = dict.fromkeys(schedule.slots, 0)
+        for region in schedule.regions:
+            is_between = first <= region.begin <= last
+            # Stretches with MXU work of their own are other tiles' bodies.
+            if is_between and not any(other.holds(region) for other in inner):
+                bundles += region.bundles
+                for unit in used:
+                    used[unit] += region.used[unit]
+        bodies.append(Body(bundles, used, used["MXU"] / schedule.slots["MXU"]))
+    return bodies
 
 
 def tile_body(schedule: Schedule) -> Body:
@@ -197,7 +190,5 @@ def tile_body(schedule: Schedule) -> Body:
     if not candidates:
         raise ValueError("the kernel has no work for the MXU, so no body of a tile")
     most = max(body.mxu_bound for body in candidates)
-    return min(
-        (body for body in candidates if body.mxu_bound >= 0.75 * most),
-        key=lambda body: body.used["VALU"] / body.used["MXU"],
-    )
+    full = [body for body in candidates if body.mxu_bound >= 0.75 * most]
+    return min(full, key=lambda body: body.used["VALU"] / body.used["MXU"])

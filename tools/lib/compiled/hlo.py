@@ -17,7 +17,6 @@ operand, and is waited for.
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -40,7 +39,7 @@ _FUSED_SCATTER = "all-reduce-scatter"
 
 @dataclass(frozen=True)
 class Transfer:
-    """Places of a transfer in the order of a computation's instructions.
+    """Positions of a transfer in the order of a computation's instructions.
 
     available: of the last kernel or done that what it sends depends on; -1 for none.
     """
@@ -62,45 +61,46 @@ def hidden_shares(
     a loop of steps. Its transfers could start where it begins, or later, once what they
     send has arrived or is computed.
 
-    kernels: their places, ascending. loops: those of them that are loops of kernels.
+    kernels: their positions, ascending. loops: those of them that are loops of kernels.
     """
-
-    def gap(place: int) -> int:
-        """Counts the kernels up to a place."""
-        return bisect.bisect(kernels, place)
-
-    crossing = [one for one in transfers if gap(one.start) < gap(one.done)]
-    ends = _ends_of_steps([(gap(t.start), gap(t.done), t) for t in crossing])
-    ends = sorted({*ends, *map(gap, loops)})
+    kernels_until = functools.partial(bisect.bisect, kernels)  # of a position
+    crossing = [t for t in transfers if kernels_until(t.start) < kernels_until(t.done)]
+    ends = sorted({*_ends_of_steps(kernels, crossing), *map(kernels_until, loops)})
     windows: dict[Transfer, int] = {}
     first: set[Transfer] = set()
-    for one in crossing:
-        end, available = gap(one.done), gap(one.available)
+    for transfer in crossing:
+        end = kernels_until(transfer.done)
+        available = kernels_until(transfer.available)
         begin = max(ends[: bisect.bisect_left(ends, end)], default=0)
-        if available < begin or one.available < 0:
-            first.add(one)
-        windows[one] = end - max(begin, available)
+        if available < begin or transfer.available < 0:
+            first.add(transfer)
+        windows[transfer] = end - max(begin, available)
     # What the first transfers of a ring send may have been there for long: kernels
     # before them may be those of another ring's last step.
     shortest = min(windows.values(), default=0)
     windows |= dict.fromkeys(first, shortest)
-    return [
-        min(1.0, (gap(one.done) - gap(one.start)) / windows.get(one, 1))
-        for one in transfers
-    ]
+    shares = []
+    for transfer in transfers:
+        beside = kernels_until(transfer.done) - kernels_until(transfer.start)
+        shares.append(min(1.0, beside / windows.get(transfer, 1)))
+    return shares
 
 
-def _ends_of_steps(crossing: Sequence[tuple[int, int, Transfer]]) -> list[int]:
+def _ends_of_steps(kernels: Sequence[int], crossing: Sequence[Transfer]) -> list[int]:
     """Returns the numbers of kernels after which transfers end a step.
 
-    crossing: kernels before the start and before the done of each transfer.
+    crossing: transfers that run during a kernel.
     """
-    starts: dict[int, int] = {}
-    dones: dict[int, int] = {}
-    for start, done, one in crossing:
-        starts[start] = min(one.start, starts.get(start, one.start))
-        dones[done] = max(one.done, dones.get(done, one.done))
-    return [g for g, last in dones.items() if last < starts.get(g, math.inf)]
+    first_starts: dict[int, int] = {}  # by the number of kernels before them
+    last_dones: dict[int, int] = {}
+    for transfer in crossing:
+        before = bisect.bisect(kernels, transfer.start)
+        first = first_starts.get(before, transfer.start)
+        first_starts[before] = min(transfer.start, first)
+        before = bisect.bisect(kernels, transfer.done)
+        last = last_dones.get(before, transfer.done)
+        last_dones[before] = max(transfer.done, last)
+    return [n for n, last in last_dones.items() if last < first_starts.get(n, math.inf)]
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,13 @@ class Program:
         entry, computations = read(text)
         if not entry:
             raise ValueError(f"no scheduled HLO program in {text[:80]!r}")
-        found = {
-            name: tuple(_fused_once(name, computation, devices))
-            for name, computation in computations.items()
-        }
-        found = {name: tuple(_offloaded(one, found)) for name, one in found.items()}
-        return cls(entry, found, computations)
+        fused = {}
+        for name, computation in computations.items():
+            fused[name] = tuple(_fused_once(name, computation, devices))
+        offloaded = {}
+        for name, instructions in fused.items():
+            offloaded[name] = tuple(_offloaded(instructions, fused))
+        return cls(entry, offloaded, computations)
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns a loop's trip count; None if that is not in the program.
@@ -191,45 +192,43 @@ class Program:
 
         Every branch of a conditional counts, and a loop of unknown trips once.
         """
-        found: Counter[str] = Counter()
+        runs: Counter[str] = Counter()
 
         def visit(name: str, times: int) -> None:
-            found[name] += times
+            runs[name] += times
             for instruction in self.computations.get(name, ()):
                 for called in instruction.called:
                     visit(called, times * self.times(instruction))
 
         visit(self.entry, 1)
-        return dict(found)
+        return dict(runs)
 
     @functools.cached_property
     def unknown_loops(self) -> int:
         """Number of loops with collectives or kernels whose trip count is unknown."""
-        return sum(
-            self.trips(instruction) is None and self._is_busy(instruction)
-            for name in self.runs
-            for instruction in self.computations.get(name, ())
-            if instruction.kind == "loop"
-        )
+        unknown = 0
+        for name in self.runs:
+            for loop in self.computations.get(name, ()):
+                if loop.kind == "loop" and self.trips(loop) is None:
+                    unknown += self._is_busy(loop)
+        return unknown
 
     def collectives(self) -> list[Collective]:
         """Returns those that move anything, in the order of the computations."""
-        return [
-            collective
-            for name, times in self.runs.items()
-            if times
-            for collective in self._in_computation(name, times)
-            if collective.group > 1
-        ]
+        collectives = []
+        for name, times in self.runs.items():
+            if times:
+                collectives += self._in_computation(name, times)
+        return [collective for collective in collectives if collective.group > 1]
 
     def kernels(self) -> Counter[str]:
         """Counts the runs of the "forward" and the "backward" kernel."""
-        found: Counter[str] = Counter()
+        runs: Counter[str] = Counter()
         for name, times in self.runs.items():
             for instruction in self.computations.get(name, ()):
                 if instruction.kind == "kernel":
-                    found[instruction.kernel] += times
-        return found
+                    runs[instruction.kernel] += times
+        return runs
 
     def orders(self) -> list[str]:
         """Returns the order of transfers and kernels in computations with transfers.
@@ -237,8 +236,8 @@ class Program:
         s and d: start and done of a transfer. S: a synchronous one. F and B: a forward
         and a backward kernel, by itself or fused with what takes its result.
         """
-        found = ("".join(self._letters(name)) for name in self.computations)
-        return [order for order in found if set(order) & set("sS")]
+        orders = ["".join(self._letters(name)) for name in self.computations]
+        return [order for order in orders if set(order) & set("sS")]
 
     def sequence(self, name: str) -> Iterator[Instruction]:
         """Yields transfers and kernels of a computation, called ones included."""
@@ -258,60 +257,63 @@ class Program:
 
     def _in_computation(self, name: str, times: int) -> Iterator[Collective]:
         instructions = self.computations.get(name, ())
-        kernels = [n for n, one in enumerate(instructions) if self._has_kernel(one)]
-        loops = [place for place in kernels if instructions[place].kind == "loop"]
-        started: dict[str, tuple[int, Instruction]] = {}
-        found: list[tuple[Instruction, int, Transfer]] = []
+        kernels = [n for n, x in enumerate(instructions) if self._has_kernel(x)]
+        loops = [kernel for kernel in kernels if instructions[kernel].kind == "loop"]
+        starts: dict[str, int] = {}
+        ended: list[tuple[Instruction, int, Transfer]] = []
         available = self._available(name)
-        for place, one in enumerate(instructions):
-            if one.kind in ("loop", "call", "kernel"):
+        for position, instruction in enumerate(instructions):
+            if instruction.kind in ("loop", "call", "kernel"):
                 continue
-            if one.phase == "start":
-                started[one.name] = place, one
+            if instruction.phase == "start":
+                starts[instruction.name] = position
                 continue
-            begin, start = place, one
-            if one.phase == "done":
-                begin, start = started.get(one.first_operand, (place, one))
-            transfer = Transfer(begin, place, available.get(start.name, -1))
-            found.append(
-                (dataclasses.replace(one, kind=start.kind), start.group, transfer)
-            )
-        rings = [moved for result, _, moved in found if result.kind == TRANSFER]
+            begin = position
+            if instruction.phase == "done":
+                begin = starts.get(instruction.first_operand, position)
+            # Only a start says what kind it is of, and between which devices.
+            start = instructions[begin]
+            result = dataclasses.replace(instruction, kind=start.kind)
+            transfer = Transfer(begin, position, available.get(start.name, -1))
+            ended.append((result, start.group, transfer))
+        rings = [transfer for result, _, transfer in ended if result.kind == TRANSFER]
         shares = hidden_shares(kernels, loops, rings)
         share_of = dict(zip(rings, shares, strict=True))
-        for result, group, moved in found:
-            is_beside = any(moved.start < place < moved.done for place in kernels)
-            share = share_of.get(moved, float(is_beside or result.phase == "fused"))
+        for result, group, transfer in ended:
+            before = bisect.bisect(kernels, transfer.start)
+            is_beside = before < bisect.bisect_left(kernels, transfer.done)
+            is_hidden = is_beside or result.phase == "fused"
+            share = share_of.get(transfer, float(is_hidden))
             yield _collective(result, group, times, share)
 
     def _available(self, name: str) -> dict[str, int]:
         """Returns the last kernel or done that each instruction depends on.
 
-        By names of instructions; the places of what they depend on, -1 for nothing.
+        By names of instructions; positions of what they depend on, -1 for nothing.
         """
-        events = {
-            one.name: place
-            for place, one in enumerate(self.computations.get(name, ()))
-            if one.phase == "done" or self._has_kernel(one)
-        }
-        found: dict[str, int] = {}
+        events: dict[str, int] = {}
+        for position, instruction in enumerate(self.computations.get(name, ())):
+            if instruction.phase == "done" or self._has_kernel(instruction):
+                events[instruction.name] = position
+        available: dict[str, int] = {}
         for result, operation in self.text[name].operations.items():
-            last = max((found.get(one, -1) for one in operation.operands), default=-1)
-            found[result] = events.get(result, last)
-        return found
+            operands = [available.get(operand, -1) for operand in operation.operands]
+            available[result] = events.get(result, max(operands, default=-1))
+        return available
+
+    def _inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """Yields the instructions of the computations that it calls."""
+        for called in instruction.called:
+            yield from self.computations.get(called, ())
 
     def _has_kernel(self, instruction: Instruction) -> bool:
-        return instruction.kind == "kernel" or any(
-            self._has_kernel(inner)
-            for called in instruction.called
-            for inner in self.computations.get(called, ())
-        )
+        is_kernel = instruction.kind == "kernel"
+        return is_kernel or any(map(self._has_kernel, self._inside(instruction)))
 
     def _is_busy(self, instruction: Instruction) -> bool:
         return any(
             inner.kind not in ("loop", "call") or self._is_busy(inner)
-            for called in instruction.called
-            for inner in self.computations.get(called, ())
+            for inner in self._inside(instruction)
         )
 
 
@@ -320,11 +322,11 @@ def _fused_once(
 ) -> Iterator[Instruction]:
     """Yields a computation's instructions; a fused collective only where it is done."""
     operations = computation.operations.values()
-    is_done = any(_FUSED_DONE in one.rest for one in operations)
-    is_begun = name.startswith(_FUSED_PRODUCT) or any(
-        _FUSED_START in one.rest for one in operations
-    )
-    for instruction in (read_instruction(one, devices) for one in operations):
+    is_done = any(_FUSED_DONE in operation.rest for operation in operations)
+    is_begun = any(_FUSED_START in operation.rest for operation in operations)
+    is_begun |= name.startswith(_FUSED_PRODUCT)
+    for operation in operations:
+        instruction = read_instruction(operation, devices)
         if instruction is None:
             continue
         if name.startswith(_FUSED_SCATTER) and instruction.kind == "all-reduce":
@@ -339,21 +341,22 @@ def _fused_once(
 
 
 def _offloaded(
-    found: tuple[Instruction, ...], computations: dict[str, tuple[Instruction, ...]]
+    steps: tuple[Instruction, ...], computations: dict[str, tuple[Instruction, ...]]
 ) -> Iterator[Instruction]:
     """Yields a computation's instructions; collectives of a SparseCore as such.
 
     They start where the operand is given.
     """
     woken: dict[str, Instruction] = {}
-    for step in found:
+    for step in steps:
         if step.kind != "call" or not step.phase:
             yield step
             continue
         if step.phase == "start":
-            for one in itertools.chain(*(computations[c] for c in step.called)):
-                if one.kind in COLLECTIVES:
-                    woken[step.name] = one
+            for called in step.called:
+                for instruction in computations[called]:
+                    if instruction.kind in COLLECTIVES:
+                        woken[step.name] = instruction
         elif collective := woken.get(step.first_operand):
             woken[step.name] = collective
             is_start = step.phase == "update"
@@ -376,7 +379,8 @@ def _collective(
         "all-reduce": 2 * (group - 1) / max(group, 1),
         "reduce-scatter": group - 1,  # of what one device keeps
     }.get(result.kind, 1)
-    sent, is_asynchronous = factor * result.size, result.phase != ""
+    sent = factor * result.size
+    is_asynchronous = result.phase != ""
     return Collective(
         result.name, result.kind, sent, group, times, hidden_share, is_asynchronous
     )

@@ -95,20 +95,19 @@ class Array:
 @functools.lru_cache(maxsize=4096)
 def arrays(result: str) -> tuple[Array, ...]:
     """Reads the arrays of an instruction's result, those of a tuple in their order."""
-    found = []
+    read = []
     for dtype, sizes, order, layout in _ARRAY.findall(result):
         tile = re.match(r"T\(([\d,]+)\)", layout)
         space = re.search(r"S\((\d+)\)", layout)
-        found.append(
-            Array(
-                dtype,
-                _numbers(sizes),
-                _numbers(order),
-                _numbers(tile[1]) if tile else (),
-                int(space[1]) if space else 0,
-            )
+        array = Array(
+            dtype,
+            _numbers(sizes),
+            _numbers(order),
+            _numbers(tile[1]) if tile else (),
+            int(space[1]) if space else 0,
         )
-    return tuple(found)
+        read.append(array)
+    return tuple(read)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -141,8 +140,8 @@ class Operation:
     @functools.cached_property
     def cycles(self) -> int | None:
         """What XLA takes it to last, in cycles of a core; None where it is not said."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(found[1]) if found else None
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(cycles[1]) if cycles else None
 
     @property
     def is_small(self) -> bool:
@@ -164,8 +163,8 @@ class Operation:
     @property
     def op_name(self) -> str:
         """What JAX calls the operation; "" where the compiler made it."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        name = re.search(r'op_name="([^"]*)"', self.rest)
+        return name[1] if name else ""
 
 
 class Computation:
@@ -181,20 +180,20 @@ class Computation:
     @functools.cached_property
     def users(self) -> dict[str, list[Operation]]:
         """Operations that take a result, by its name."""
-        found = defaultdict(list)
+        users = defaultdict(list)
         for operation in self.operations.values():
             for operand in dict.fromkeys(operation.operands):
-                found[operand].append(operation)
-        return found
+                users[operand].append(operation)
+        return users
 
     @functools.cached_property
     def parameters(self) -> dict[int, Operation]:
         """By number."""
-        return {
-            int(operation.rest.partition(")")[0]): operation
-            for operation in self.operations.values()
-            if operation.opcode == "parameter"
-        }
+        parameters = {}
+        for operation in self.operations.values():
+            if operation.opcode == "parameter":
+                parameters[int(operation.rest.partition(")")[0])] = operation
+        return parameters
 
     def operands(self, operation: Operation) -> Iterator[Operation]:
         """Yields the operations whose results an operation takes."""
@@ -203,16 +202,17 @@ class Computation:
 
 def read(text: str) -> tuple[str, dict[str, Computation]]:
     """Reads `Compiled.as_text()`: the entry's name, and computations by name."""
-    found: dict[str, Computation] = {}
-    entry, here = "", Computation()
+    computations: dict[str, Computation] = {}
+    entry = ""
+    here = Computation()
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            here = found[head[2]] = Computation()
+            here = computations[head[2]] = Computation()
             entry = head[2] if head[1] else entry
         elif match := _INSTRUCTION.match(line):
             name, result, opcode, rest = match.groups()
             here.operations[name] = Operation(name, opcode, arrays(result), rest)
-    return entry, found
+    return entry, computations
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,8 @@ class Instruction:
 def read_instruction(operation: Operation, devices: int) -> Instruction | None:
     """Reads an operation, if it matters."""
     name, opcode, rest = operation.name, operation.opcode, operation.rest
-    called, first = operation.called, next(iter(operation.operands), "")
+    called = operation.called
+    first = next(iter(operation.operands), "")
     if opcode == "custom-call":
         kernel = _KERNEL.search(f"{name} {rest}")
         if kernel is None or _PALLAS.search(rest) is None:
@@ -268,8 +269,8 @@ def read_instruction(operation: Operation, devices: int) -> Instruction | None:
         return Instruction(name, "call", phase, first, size, called=called)
     if opcode in ("fusion", "call", "conditional", "async-start"):
         return Instruction(name, "call", called=called) if called else None
-    phase = next((p for p in ("start", "done") if opcode.endswith(f"-{p}")), "")
-    kind = opcode.removesuffix(f"-{phase}") if phase else opcode
+    kind = opcode.removesuffix("-start").removesuffix("-done")
+    phase = opcode[len(kind) + 1 :]
     if kind not in COLLECTIVES:
         return None
     group = 0 if phase == "done" else _group(kind, rest, devices)
@@ -289,11 +290,12 @@ def _group(kind: str, rest: str, devices: int) -> int:
     if kind == TRANSFER:
         # A device that sends to itself communicates nothing.
         pairs = re.findall(r"\{(\d+),(\d+)\}", rest.split("source_target_pairs=")[-1])
-        return 2 if any(a != b for a, b in pairs) else 1
+        return 2 if any(source != target for source, target in pairs) else 1
     named = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest)
     if named:  # of these axes of a mesh
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes[a]) for a in re.findall(r"'(\w+)'", named[2]))
+        axes = re.findall(r"'(\w+)'", named[2])
+        return math.prod(int(sizes[axis]) for axis in axes)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
     if listed:  # {{0,1},{2,3}}
         return len(listed[1].split(","))

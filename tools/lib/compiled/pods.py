@@ -23,7 +23,8 @@ from kernels import chips
 from kernels.chips import Chip
 from kernels.ring.torus import wraps
 
-GPUS_OF_A_HOST, MOST_HOSTS = 8, 64
+GPUS_OF_A_HOST = 8
+MOST_HOSTS = 64
 
 BETWEEN_HOSTS = 50e9
 """Bytes a second of a GPU to other hosts: 400 Gb/s of InfiniBand each, as DGX have."""
@@ -112,8 +113,8 @@ PODS = {
 
 def device_kind(chip: str) -> str:
     """Returns the `jax.Device.device_kind` of a chip of PODS."""
-    names = {one.name.removeprefix("TPU ").lower(): one for one in chips.CHIPS}
-    return names[chip].device_kinds[0]
+    by_name = {known.name.removeprefix("TPU ").lower(): known for known in chips.CHIPS}
+    return by_name[chip].device_kinds[0]
 
 
 def tpu_devices(topology: str, devices: int = 1) -> list[jax.Device]:
@@ -153,15 +154,15 @@ def tpu_devices(topology: str, devices: int = 1) -> list[jax.Device]:
     if pod.is_megacore:
         kind["chip_config_name"] = "megacore"
     try:
-        found = topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **kind).devices
+        known = topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **kind).devices
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"libtpu refuses {chip}:{shape}: {error}") from error
-    if len(found) < devices:
+    if len(known) < devices:
         raise ValueError(
-            f"{topology} has {len(found)} devices, fewer than {devices=}: name a "
+            f"{topology} has {len(known)} devices, fewer than {devices=}: name a "
             f"larger topology, or {chip!r} for one that is large enough"
         )
-    return found
+    return known
 
 
 def gpu_devices(name: str, gpus: int = 1, hosts: int = 1) -> list[jax.Device]:
@@ -189,7 +190,7 @@ def compile_for(
     arguments: trees of `jax.ShapeDtypeStruct`; replicated where without a sharding.
     """
 
-    def place(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def on_mesh(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = shape.sharding or NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
@@ -199,7 +200,7 @@ def compile_for(
     platform, options = ("tpu", None) if is_tpu else ("cuda", GPU_OPTIONS)
     # Some kernels look up the chip that they are compiled for here.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = function.trace(*jax.tree.map(place, arguments))
+        traced = function.trace(*jax.tree.map(on_mesh, arguments))
         lowered = traced.lower(lowering_platforms=(platform,))
         return lowered.compile(compiler_options=options)
 
@@ -210,7 +211,8 @@ class TooLarge(Exception):
 
 def chip_of(topology: str, device_kind: str) -> Chip:
     """Returns the capabilities of a device, with the slowest link of the topology."""
-    chip, (name, _, shape) = chips.find(device_kind), topology.partition(":")
+    chip = chips.find(device_kind)
+    name, _, shape = topology.partition(":")
     if name in GPUS and shape.split("x")[-2:-1] != ["1"]:
         return dataclasses.replace(chip, interconnect_bytes_per_second=BETWEEN_HOSTS)
     return chip
@@ -265,8 +267,10 @@ def known_topologies() -> dict[str, list[str]]:
         counts = [math.prod(pod.smallest) * pod.devices_per_chip]
         while counts[-1] < pod.most_chips * pod.devices_per_chip:
             counts.append(2 * counts[-1])
-        shapes = ("x".join(map(str, pod.grow(count))) for count in counts)
-        known[chip] = [f"{chip}:{shape}" for shape in shapes]
+        known[chip] = []
+        for count in counts:
+            shape = "x".join(map(str, pod.grow(count)))
+            known[chip].append(f"{chip}:{shape}")
     for name in GPUS:
         known[name] = [f"{name}:1x{2**power}" for power in range(4)]
         known[name] += [f"{name}:{2**power}x8" for power in range(1, 7)]
@@ -287,13 +291,16 @@ def aot_pod(name: str) -> Pod:
       ValueError: there is no such topology; the message lists those there are.
       ModuleNotFoundError: the compiler for it is not installed.
     """
-    known, asked = known_topologies(), name
+    known = known_topologies()
+    asked = name
     if cloud := CLOUD_NAMES.fullmatch(name):
         chip = cloud[1].replace("v5litepod", "v5e")
         cores = 2 if chip in ("v4", "v5p") else PODS[chip].devices_per_chip
-        shapes = (one.partition(":")[2].split("x") for one in known[chip])
-        sizes = {cores * math.prod(map(int, shape)): shape for shape in shapes}
-        name = f"{chip}:{'x'.join(sizes.get(int(cloud[2]), []))}"
+        by_cores = {}
+        for topology in known[chip]:
+            shape = topology.partition(":")[2]
+            by_cores[cores * math.prod(map(int, shape.split("x")))] = shape
+        name = f"{chip}:{by_cores.get(int(cloud[2]), '')}"
     chip, _, shape = name.partition(":")
     names = ", ".join(known.get(chip) or sum(known.values(), []))
     refusal = f"topology={asked!r} must be one of {names}"

@@ -84,7 +84,8 @@ def make_program(
 
     blocks: None for the table's.
     """
-    tokens, heads = tile.length, tile.group * KV_HEADS
+    tokens = tile.length
+    heads = tile.group * KV_HEADS
     q = jax.ShapeDtypeStruct((1, tokens, heads, tile.head_dim), tile.dtype)
     k = jax.ShapeDtypeStruct((1, tokens, KV_HEADS, tile.head_dim), tile.dtype)
     bound = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
@@ -124,19 +125,20 @@ def read_vmem(program_text: str, kernel: str) -> int:
     Raises:
       ValueError: there is no such kernel, or more than one.
     """
-    found = re.findall(
+    configs = re.findall(
         rf'%{kernel}[.\d]* = .*?"used_scoped_memory_configs":(\[.*?\])',
         program_text,
         re.DOTALL,
     )
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} kernels {kernel!r} were compiled, instead of 1")
-    # Memory space 1 is VMEM.
-    return sum(
-        int(memory["size"])
-        for memory in json.loads(found[0])
-        if memory["memory_space"] == "1"
-    )
+    if len(configs) != 1:
+        raise ValueError(
+            f"{len(configs)} kernels {kernel!r} were compiled, instead of 1"
+        )
+    vmem = 0
+    for memory in json.loads(configs[0]):
+        if memory["memory_space"] == "1":  # VMEM
+            vmem += int(memory["size"])
+    return vmem
 
 
 def main(request: str) -> None:

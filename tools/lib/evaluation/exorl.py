@@ -59,7 +59,8 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
         raise ValueError(
             f'config.task must be "exorl", got {config.task!r}: give such a config'
         )
-    agent, longest = config.agent, _longest(options)
+    agent = config.agent
+    longest = _longest(options)
     if agent.chain_length == 1:
         for option in ("random", "window"):
             if getattr(options, option):
@@ -118,14 +119,16 @@ def evaluate(
     _check_limit(config, next(iter(needed.values())).scenes[0][0].limit)
     run = AgentRun.of(config, jax.devices())
     agent, origin = _agent(run, options, file)
-    of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
+    of_rows = np.resize(worlds, size[0])
     targets = _targets(config, file, of_rows)
     play = Play(agent, file, targets, options.window)
-    step, task = origin["step"], f"{file.index['domain']} {file.index['task']}"
+    step = origin["step"]
+    task = f"{file.index['domain']} {file.index['task']}"
     target = float(targets.mean())
     say(f"step {step} of {config.workdir} on {task}, target {target:.1f}")
     say(f"a context takes {agent.device_bytes / 1e6:,.1f} MB on each device")
-    rows = np.arange(size[0]) if one_world else of_rows  # that depend on each other
+    # Rows of one world depend on each other; of a lone world, all are apart.
+    rows = np.arange(size[0]) if len(worlds) == 1 else of_rows
     outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
     is_suite = file.index["domain"] in DOMAINS
     simulator = environments.versions() if is_suite else {}
@@ -194,19 +197,20 @@ def _simulated(
     """Returns mean returns of random actions, and of a family's expert."""
     if not (file.family and file.family.best and "own" in contexts):
         return {}
-    best, targets = file.family.best, file.targets[rows]
+    best = file.family.best
+    targets = file.targets[rows]
 
     def knowing(present: ChainBatch) -> np.ndarray:
         spread = file.observation_std + STD_FLOOR
         seen = present.observations * spread + file.observation_mean
         return best(seen, targets).astype(np.float32)
 
-    found = {}
+    means = {}
     policies = {"random": chance(play.actor.choose), "oracle": knowing}
     for name, policy in policies.items():
         returns = dataclasses.replace(play, policy=policy).play(contexts["own"])
-        found[name] = float(of_worlds(returns, rows).mean())
-    return found
+        means[name] = float(of_worlds(returns, rows).mean())
+    return means
 
 
 def _outcome(
@@ -217,9 +221,10 @@ def _outcome(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Plays a context and returns its returns and scores; worlds: (E,), of its rows."""
-    start, before = time.monotonic(), context.before
+    start = time.monotonic()
     returns = play.play(context)
-    own, others = returns[:, before:], returns[:, :before]
+    own = returns[:, context.before :]
+    others = returns[:, : context.before]
     if context.drawn:  # up to a thousand, and alike
         others = others.mean(axis=1, keepdims=True)
     seconds = time.monotonic() - start
@@ -236,7 +241,8 @@ def _outcome(
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog="python -m tools.evaluate exorl")
-    add, whole = parser.add_argument, at_least(1)
+    add = parser.add_argument
+    whole = at_least(1)
     add("--output", required=True, type=Path, help="JSON to write")
     add("--environments", type=whole, default=8, help="default: %(default)s")
     episodes = "in a context (default: %(default)s)"

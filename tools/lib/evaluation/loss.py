@@ -66,23 +66,29 @@ def summed(
     weights = weights.astype(np.float64)
     # A token without a weight may have any loss.
     both = np.where(weights > 0, losses, 0) * weights, weights
-    sums = (np.bincount(part.ravel(), x.ravel(), parts * len(part)) for x in both)
-    return np.stack([x.reshape(-1, parts) for x in sums])
+    sums = [np.bincount(part.ravel(), x.ravel(), parts * len(part)) for x in both]
+    return np.reshape(sums, (2, -1, parts))
 
 
 def means(sums: np.ndarray) -> list[dict[str, Any]]:
     """Returns the mean loss of each part that has tokens, and of all of them."""
-    parts = [
-        _mean(*sums[..., k]) | {"from": (1 << k) >> 1, "below": 1 << k}
-        for k in np.flatnonzero(sums[1].any(axis=0)).tolist()
-    ]
-    return [*parts, _mean(*sums.sum(axis=-1)) | {"from": 0, "below": None}]
+    rows = []
+    for part in np.flatnonzero(sums[1].any(axis=0)).tolist():
+        span = {"from": (1 << part) >> 1, "below": 1 << part}
+        rows.append(_mean(sums[..., part]) | span)
+    return [*rows, _mean(sums.sum(axis=-1)) | {"from": 0, "below": None}]
 
 
-def _mean(losses: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
-    """Returns the mean of summed losses by weight, with rows as clusters of tokens."""
-    total, rows = weights.sum(), int((weights > 0).sum())
-    loss, error = losses.sum() / total, None
+def _mean(sums: np.ndarray) -> dict[str, Any]:
+    """Returns the mean of losses by weight, with rows as clusters of tokens.
+
+    sums: losses and weights of each row, (2, B).
+    """
+    losses, weights = sums
+    total = weights.sum()
+    rows = int((weights > 0).sum())
+    loss = losses.sum() / total
+    error = None
     if rows > 1:
         rest = np.square(losses - loss * weights).sum() * rows / (rows - 1)
         error = math.sqrt(rest) / total
@@ -104,7 +110,8 @@ def set_corpus(config: ml_collections.ConfigDict, corpus: Path) -> None:
         another than that of the run's corpus.
     """
     config.model.vocab_size = corpora.vocab_size(config)
-    other, before = TokenFile.open(corpus, "train"), [*corpora.named(config)][:1]
+    other = TokenFile.open(corpus, "train")
+    before = [*corpora.named(config)][:1]
     if before and remote.place(before[0]).is_dir():
         check_alike([TokenFile.open(before[0], "train"), other])
     else:
@@ -143,7 +150,8 @@ def reader(
     count = min(options.batches or len(batches), len(batches))
     shape = run.shape
     parts = shape[1].bit_length() + 1
-    program, threads = token_losses(run), run.config.data.threads
+    program = token_losses(run)
+    threads = run.config.data.threads
 
     def sums(parameters: Any) -> Iterator[np.ndarray]:
         with contextlib.closing(iterate(batches, threads=threads)) as steps:
@@ -151,9 +159,10 @@ def reader(
                 batch = global_batch(blocks, run.sharding, shape)
                 losses = np.asarray(program(parameters, batch), np.float64)
                 # Behind the last rows of a split the first ones fill up the batch.
-                read = batches.ordered - step * shape[0]
-                found = map(np.asarray, (losses, batch.loss_weights, batch.positions))
-                yield summed(*(x[:read] for x in found), parts)
+                read = slice(batches.ordered - step * shape[0])
+                weights = np.asarray(batch.loss_weights)[read]
+                positions = np.asarray(batch.positions)[read]
+                yield summed(losses[read], weights, positions, parts)
 
     return batches.rows, min(count * shape[0], batches.ordered), sums
 
@@ -182,12 +191,12 @@ def evaluate(
         f"{rows:,} rows of {tokens:,} tokens",
         flush=True,
     )
-    found = np.concatenate([*sums(parameters)], axis=1)
-    if not found[1].any():
+    summed_rows = np.concatenate([*sums(parameters)], axis=1)
+    if not summed_rows[1].any():
         raise ValueError(f"no token of these rows of {corpus} has a loss")
     about = {"run": config.workdir, "step": step, "corpus": corpus}
     about |= {"split": "validation", "rows": read, "context_tokens": tokens}
-    return [about | row for row in means(found)]
+    return [about | row for row in means(summed_rows)]
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

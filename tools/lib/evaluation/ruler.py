@@ -80,8 +80,8 @@ def append_predictions(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as lines:
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True), first):
-            place = max(prompt.input.find(prompt.outputs[0]), 0)
-            depth = place / max(len(prompt.input), 1)
+            begin = max(prompt.input.find(prompt.outputs[0]), 0)
+            depth = begin / max(len(prompt.input), 1)
             depth = depth if prompt.depth is None else prompt.depth
             row = {"index": index, "pred": text, "input": ""}
             row |= {"outputs": prompt.outputs, "others": {"depth": depth}}
@@ -139,8 +139,10 @@ class Generated:
     def __call__(self, prompts: Sequence[np.ndarray]) -> list[str]:
         """Goes on with as many prompts as the generator has rows, or fewer."""
         rows = [*prompts, *prompts[:1] * (self.generator.rows - len(prompts))]
-        given = self.parameters, rows, self.max_tokens, 0, self.stop_tokens
-        tokens = np.stack(list(self.generator.generate(*given)), axis=1)
+        steps = self.generator.generate(
+            self.parameters, rows, self.max_tokens, 0, self.stop_tokens
+        )
+        tokens = np.stack(list(steps), axis=1)  # (rows, steps)
         texts = [self.tokenizer.decode(row[row != NOTHING]) for row in tokens]
         return texts[: len(prompts)]
 
@@ -166,13 +168,11 @@ def draw_cells(
             raise ValueError(f"{name} at {length} tokens: {error}") from error
         return Cell(name, length, prompts, room.length + encoder.begins)
 
-    names = options.tasks or [
-        n for n, task in TASKS.items() if task.has_its_file(sources)
-    ]
+    names = options.tasks or [n for n in TASKS if TASKS[n].has_its_file(sources)]
     return [cell(name, length) for length in options.lengths for name in names]
 
 
-def check_folder(folder: Path, found: dict[str, Any]) -> None:
+def check_folder(folder: Path, about: dict[str, Any]) -> None:
     """Writes what the folder's predictions are of, or compares it.
 
     Raises:
@@ -185,9 +185,9 @@ def check_folder(folder: Path, found: dict[str, Any]) -> None:
                 f"{folder} is not empty, and has no {RUN}: give another --output"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
+        write_json(path, about)
     before = json.loads(path.read_text("utf-8"))
-    for key, value in found.items():
+    for key, value in about.items():
         if before.get(key) != value:
             raise ValueError(
                 f"{folder} has predictions with {key} {before.get(key)!r}, and these "
@@ -203,19 +203,19 @@ def answer(cell: Cell, generated: Generated, encoder: Encoder, path: Path) -> No
     with tqdm(
         desc=f"{cell.task} {cell.length:,}", initial=done, unit=" samples", disable=None
     ) as shown:
-        while some := list(islice(prompts, generated.generator.rows)):
-            texts = generated([encoder(prompt) for prompt in some])
-            append_predictions(path, done, some, texts)
-            done += len(some)
-            shown.update(len(some))
+        while batch := list(islice(prompts, generated.generator.rows)):
+            texts = generated(list(map(encoder, batch)))
+            append_predictions(path, done, batch, texts)
+            done += len(batch)
+            shown.update(len(batch))
 
 
-def report_cache(length: int, drawn: Generator) -> int:
+def report_cache(length: int, program: Generator) -> int:
     """Prints and returns the bytes that the cache takes on each device."""
-    size = drawn.empty.lower().compile().memory_analysis().output_size_in_bytes
+    size = program.empty.lower().compile().memory_analysis().output_size_in_bytes
     print(
-        f"{length:,} tokens: the cache of {drawn.rows} x {drawn.slots:,} tokens takes "
-        f"{size / 2**20:,.1f} MiB on each of {jax.device_count()} devices",
+        f"{length:,} tokens: the cache of {program.rows} x {program.slots:,} tokens "
+        f"takes {size / 2**20:,.1f} MiB on each of {jax.device_count()} devices",
         flush=True,
     )
     return size
@@ -233,7 +233,8 @@ def evaluate(
     """
     tokenizer = find_tokenizer(config, options.tokenizer)
     template = find_template(config, options.chat, tokenizer)
-    encoder, sources = Encoder(tokenizer, template), Sources.of(options)
+    encoder = Encoder(tokenizer, template)
+    sources = Sources.of(options)
     cells = draw_cells(encoder, sources, options)
     if options.save_prompts:
         for cell in cells:
@@ -256,12 +257,13 @@ def evaluate(
     about["files"] = [str(file) for file in given if file]
     check_folder(options.output, about)
     stops = [*tokenizer.stop_tokens, *([template.end] if template else [])]
-    cache_bytes = {n: report_cache(n, drawn) for n, drawn in programs.items()}
+    cache_bytes = {n: report_cache(n, program) for n, program in programs.items()}
     results = []
     for cell in cells:
         path = prediction_file(options.output, cell.length, cell.task)
-        task, drawn = TASKS[cell.task], programs[cell.length]
-        generated = Generated(drawn, parameters, tokenizer, task.tokens, stops)
+        task = TASKS[cell.task]
+        program = programs[cell.length]
+        generated = Generated(program, parameters, tokenizer, task.tokens, stops)
         answer(cell, generated, encoder, path)
         predictions = read_predictions(path)[: options.samples]
         row = {"run": config.workdir, "step": step}
@@ -286,7 +288,8 @@ def _numbers(text: str) -> list[int]:
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     prog = "python -m tools.evaluate ruler"
     parser = Parser(__doc__, epilog=CONFIG_FLAGS, prog=prog)
-    add, default = parser.add_argument, "(default: %(default)s)"
+    add = parser.add_argument
+    default = "(default: %(default)s)"
     add("--lengths", type=_numbers, default=LENGTHS, help=f"in tokens {default}")
     add("--samples", type=at_least(1), default=500, help=f"at each length {default}")
     add("--tokenizer", help="bytes, tokenizer.json, .model (default: the corpus's)")

@@ -104,7 +104,9 @@ class Actor:
 
     def forget(self) -> None:
         """Begins an empty context."""
-        self._cache, self._before, self._position = self.empty(), None, np.int32(0)
+        self._cache = self.empty()
+        self._before = None
+        self._position = np.int32(0)
         self._taken = 0
 
     def _take(self, steps: ChainBatch, count: int) -> None:
@@ -127,9 +129,9 @@ class Actor:
         # What stands before the first steps, at position -1, is not read.
         before = self._before or jax.tree.map(np.zeros_like, present)
         steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
-        places = np.add.outer(self._position, np.int32([-1, 0]))  # (E, 2)
+        positions = np.add.outer(self._position, np.int32([-1, 0]))  # (E, 2)
         waits = (present.loss_weights == 0)[:, None]
-        positions = np.where(waits, np.int32(-1), places)
+        positions = np.where(waits, np.int32(-1), positions)
         steps = steps._replace(positions=positions)
         if self.has_one_token:
             steps = jax.tree.map(lambda x: x[:, 1:], of_step_before(steps))
@@ -189,7 +191,8 @@ def actor(
             f"{rows} environments do not divide over the batch's {parts} shards: act "
             f"in {-(-rows // parts) * parts}, or change config.mesh"
         )
-    ring, sizes = partition.shards("sequence"), config.model
+    ring = partition.shards("sequence")
+    sizes = config.model
     # Every step puts its tokens at one member of the ring.
     steps = -(-episodes * config.agent.episode_steps // ring) * ring
     slots = config.agent.step_tokens * steps
@@ -256,7 +259,8 @@ def _reader(
     cache: its shardings.
     """
     model, attend, partition = run.model, run.attention, run.partition
-    layout, ring = run.step_layout, partition.ring_size
+    layout = run.step_layout
+    ring = partition.ring_size
 
     def fill(parameters: Any, steps: ChainBatch, cache: Cache) -> Cache:
         count = (steps.loss_weights > 0).sum(axis=1, dtype=jnp.int32)
@@ -272,15 +276,15 @@ def _reader(
         def padded(x: np.ndarray) -> np.ndarray:
             return np.pad(x, [(0, 0), (0, columns - count)] + [(0, 0)] * (x.ndim - 2))
 
-        def place(x: np.ndarray) -> jax.Array:
+        def sharded(x: np.ndarray) -> jax.Array:
             names = ("batch", "sequence") + (None,) * (x.ndim - 2)
             sharding = partition.sharding(names, x.shape)
             return jax.device_put(permute(x, layout, ring), sharding)
 
         steps = jax.tree.map(padded, steps)
-        places = np.arange(columns, dtype=np.int32)
-        places = np.broadcast_to(places, steps.positions.shape)
-        placed = jax.tree.map(place, steps._replace(positions=places))
-        return program(parameters, placed, cache)
+        positions = np.arange(columns, dtype=np.int32)
+        positions = np.broadcast_to(positions, steps.positions.shape)
+        steps = jax.tree.map(sharded, steps._replace(positions=positions))
+        return program(parameters, steps, cache)
 
     return read

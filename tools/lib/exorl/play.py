@@ -95,8 +95,11 @@ class Play:
         A prompt of drawn actions is read at once; no window is for it.
         """
         self.actor.forget()
-        self._done, returns, drawn = [], [], context.drawn
-        drawing, act = chance(self.actor.choose), self.policy or self.actor.act
+        self._done = []
+        returns = []
+        drawn = context.drawn
+        drawing = chance(self.actor.choose)
+        act = self.policy or self.actor.act
         slides = self.window and not (context.forgets or drawn)
         for played, (where, seeds) in enumerate(context.scenes):
             rank = played
@@ -120,13 +123,12 @@ class Play:
         order = np.argsort(steps.loss_weights == 0, axis=1, kind="stable")
 
         def sorted_(x: np.ndarray) -> np.ndarray:
-            places = order.reshape(*order.shape, *[1] * (x.ndim - 2))
-            return np.take_along_axis(x, places, axis=1)
+            columns = order.reshape(order.shape + (1,) * (x.ndim - 2))
+            return np.take_along_axis(x, columns, axis=1)
 
-        places = np.broadcast_to(
-            np.arange(len(self._done), dtype=np.int32), order.shape
-        )
-        return jax.tree.map(sorted_, steps)._replace(positions=places)
+        positions = np.arange(len(self._done), dtype=np.int32)
+        positions = np.broadcast_to(positions, order.shape)
+        return jax.tree.map(sorted_, steps)._replace(positions=positions)
 
     def _drop_the_first(self) -> None:
         """Begins the context with all of its episodes but the first."""
@@ -140,13 +142,15 @@ class Play:
     ) -> np.ndarray:
         """Plays an episode of a scene, and returns the rows' returns (E,)."""
         observations, _ = where.reset(seed=seeds.tolist())
-        total, timestep = np.zeros(len(observations)), 0
+        total = np.zeros(len(observations))
+        timestep = 0
         goes_on = np.ones(len(observations), bool)
         while goes_on.any():
             present = self._present(observations, total, timestep, rank, goes_on)
             actions = policy(present)
             observations, rewards, over, timed_out, _ = where.step(actions)
-            rewards, ended = np.where(goes_on, rewards, 0), over | timed_out
+            rewards = np.where(goes_on, rewards, 0)
+            ended = over | timed_out
             total += rewards
             done = present._replace(
                 actions=actions.astype(np.float32),
@@ -155,7 +159,8 @@ class Play:
             )
             self.actor.learn(done)
             self._done.append(done)
-            goes_on, timestep = goes_on & ~ended, timestep + 1
+            goes_on = goes_on & ~ended
+            timestep += 1
         return total
 
     def _present(
@@ -167,7 +172,8 @@ class Play:
         goes_on: np.ndarray,
     ) -> ChainBatch:
         """Returns the steps before the action, with zeros for what comes of it."""
-        zeros, places = np.zeros(len(total), np.float32), np.ones(len(total), np.int32)
+        zeros = np.zeros(len(total), np.float32)
+        ones = np.ones(len(total), np.int32)
         actions = np.zeros((len(total), self.file.action_size), np.float32)
         return ChainBatch(
             returns_to_go=(self.targets - total).astype(np.float32),
@@ -176,8 +182,8 @@ class Play:
             rewards=zeros,
             completions=zeros,
             targets=actions,
-            timesteps=timestep * places,
-            ranks=rank * places,
-            positions=len(self._done) * places,
+            timesteps=timestep * ones,
+            ranks=rank * ones,
+            positions=len(self._done) * ones,
             loss_weights=goes_on.astype(np.float32),
         )

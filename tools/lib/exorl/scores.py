@@ -20,7 +20,8 @@ def interval(values: np.ndarray, seed: int = 0) -> dict[str, float]:
     values: or (R, E), of R runs in the same environments: both are drawn, runs and
       environments, in a resample.
     """
-    rng, values = np.random.default_rng(seed), np.atleast_2d(values)
+    rng = np.random.default_rng(seed)
+    values = np.atleast_2d(values)
     runs, size = values.shape
     drawn = rng.integers(size, size=(RESAMPLES, size))
     of_runs = rng.integers(runs, size=(RESAMPLES, runs))

@@ -13,7 +13,6 @@ from flax import traverse_util
 
 from data.json_text import short
 from models.abstract import Model
-from models.adapters import FACTORS
 from models.sizes import TARGETS, LanguageModelConfig, Lora
 from tasks.state import abstract_parameters, identity
 from tasks.text import TextRun
@@ -24,7 +23,8 @@ from training.stored_step import differences, leaves, listed
 from training.weights import SavedParameters
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX, ENDS = "base_model.model.", {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+PREFIX = "base_model.model."
+ENDS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 
 READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")
 HARMLESS = frozenset(
@@ -42,15 +42,20 @@ INITIAL = (True, False, None, "gaussian", "orthogonal")
 
 def weights_of(model: Model) -> tuple[Weight, ...]:
     """Returns where PEFT keeps each factor of a model's adapters."""
-    found = []
+    weights = []
     for *module, factor in traverse_util.flatten_dict(model.shapes):
         name, _, end = factor.rpartition("_")
         stored = weight_at((*module, name)).name.removesuffix(".weight")
         stored = f"{PREFIX}{stored}{ENDS[end]}"
-        numbers = (*model.config.numbers(module[0] == "delta_layers"),)
-        place = (*module, factor), stored, 1
-        found.append(Weight(*place, is_turned=end == "b", numbers=numbers))
-    return tuple(found)
+        weight = Weight(
+            path=(*module, factor),
+            name=stored,
+            input_axes=1,
+            is_turned=end == "b",
+            numbers=tuple(model.config.numbers(module[0] == "delta_layers")),
+        )
+        weights.append(weight)
+    return tuple(weights)
 
 
 def config_fields(lora: Lora, base: str | None) -> dict[str, Any]:
@@ -76,20 +81,19 @@ def read_lora(fields: Mapping[str, Any], names: list[str], layers: int) -> Lora:
     Raises:
       ValueError: they are not LoRA's, or have what adapters here lack.
     """
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    rank = fields.get("r")
+    alpha = fields.get("lora_alpha")
     numbers = (int, float)
-    wrong = [
-        f"{name}={short(value)}"
-        for name, value in fields.items()
-        if name not in HARMLESS and name not in READ
-        if value not in (INITIAL if name == "init_lora_weights" else NOTHING)
-        if (name, value) != ("layers_to_transform", [*range(layers)])
-    ]
-    wrong += [
-        f"adapters of {whole}, of which models here have the parts"
-        for whole in sorted(FUSED)
-        if any(f".{whole}." in name for name in names)
-    ]
+    modules = {module for name in names for module in name.split(".")[1:-1]}
+    wrong = []
+    for name, value in fields.items():
+        is_known = name in HARMLESS or name in READ
+        is_all = name == "layers_to_transform" and value == [*range(layers)]
+        harmless = INITIAL if name == "init_lora_weights" else NOTHING
+        if not (is_known or is_all) and value not in harmless:
+            wrong.append(f"{name}={short(value)}")
+    for whole in sorted(FUSED.keys() & modules):
+        wrong.append(f"adapters of {whole}, of which models here have the parts")
     if fields.get("peft_type") != "LORA":
         wrong.insert(0, f"peft_type={short(fields.get('peft_type'))}")
     if type(rank) is not int or type(alpha) not in numbers:
@@ -100,10 +104,8 @@ def read_lora(fields: Mapping[str, Any], names: list[str], layers: int) -> Lora:
         )
     if fields.get("use_rslora"):
         alpha *= max(rank, 1) ** 0.5
-    found = [
-        target for target in TARGETS if any(f".{target}_proj." in n for n in names)
-    ]
-    return Lora(rank, float(alpha), ",".join(found))
+    targets = [target for target in TARGETS if f"{target}_proj" in modules]
+    return Lora(rank, float(alpha), ",".join(targets))
 
 
 class Adapted:
@@ -145,11 +147,11 @@ class Adapted:
                 "export it merged, without --adapter"
             )
         ours = identity(dataclasses.replace(config, lora=Lora()))
-        found = differences(leaves(self._base.fingerprint["model"]), leaves(ours))
-        if found:
+        changed = differences(leaves(self._base.fingerprint["model"]), leaves(ours))
+        if changed:
             raise ValueError(
                 "an adapter does not say how its model differs from the weights "
-                f"({listed(found, '; ')}): export it merged, without --adapter"
+                f"({listed(changed, '; ')}): export it merged, without --adapter"
             )
 
     def restore(self, abstract: Any) -> Any:
@@ -160,15 +162,18 @@ class Adapted:
         base = traverse_util.flatten_dict(self._base.restore(abstract))
         own = traverse_util.flatten_dict(self.parameters)
         for path, weight in base.items():
-            factors = [own.get((*path[:-1], f"{path[-1]}_{end}")) for end in FACTORS]
-            if factors[0] is not None:
-                base[path] = _merge(weight, *factors, self.model.config.lora.scale)
+            *module, name = path
+            a = own.get((*module, f"{name}_a"))
+            b = own.get((*module, f"{name}_b"))
+            if a is not None:
+                base[path] = _merge(weight, a, b, self.model.config.lora.scale)
         return traverse_util.unflatten_dict(base)
 
 
 @jax.jit
 def _merge(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """Returns layers of a weight, (layers, …), with their adapters added in."""
-    a, b = (x.reshape(*x.shape[:2], -1) for x in (a, b))
+    a = a.reshape(a.shape[:2] + (-1,))  # (layers, rank, inputs)
+    b = b.reshape(b.shape[:2] + (-1,))  # (layers, rank, outputs)
     update = jnp.einsum("lri,lro->lio", a, b, precision="highest")
     return weight + scale * update.reshape(weight.shape)

@@ -62,17 +62,17 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     """
     fields = text_fields(fields)
     family = _family(fields)
-    wrong = _complaints(fields, family) + [
-        f"{name}=None ({table.MADE_FROM[name].needed})"
-        for name in _SIZES
-        if fields.get(name) is None and name not in family.may_lack
-    ]
+    wrong = _complaints(fields, family)
+    for name in _SIZES:
+        if fields.get(name) is None and name not in family.may_lack:
+            wrong.append(f"{name}=None ({table.MADE_FROM[name].needed})")
     if wrong:
         raise ValueError(
             f"config.json describes no model that can be read: {'; '.join(wrong)}"
         )
     values = {name: family.value(name, fields) for name in table.MADE_FROM}
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    heads = values["num_attention_heads"]
+    hidden = values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
     pattern, window = _read_layers(fields, family)
     rope = read_rope(fields, family.thetas(fields), family.rotated_part)
@@ -83,12 +83,16 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     output_bias = values["attention_out_bias"]
     scalar = values["query_pre_attn_scalar"] or head_dim
     scale = float(values["attention_multiplier"] or scalar**-0.5)
-    numbers = {o: float(values[t]) for t, o in _NUMBERS.items() if values[t]}
+    numbers = {
+        ours: float(values[theirs])
+        for theirs, ours in _NUMBERS.items()
+        if values[theirs]
+    }
     if family.has_scaled_embeddings:
         numbers["embedding_scale"] = hidden**0.5
+    sizes = _SIZES | _DELTA_SIZES if "d" in pattern else _SIZES
     config = LanguageModelConfig(
-        **{ours: values[name] for name, ours in _SIZES.items()},
-        **{o: values[name] for name, o in _DELTA_SIZES.items() if "d" in pattern},
+        **{ours: values[theirs] for theirs, ours in sizes.items()},
         num_kv_heads=values["num_key_value_heads"] or heads,
         head_dim=head_dim,
         layer_pattern=pattern,
@@ -122,7 +126,8 @@ def config_fields(
       ValueError: the original's family, or without one all, cannot have the model; or
         the original cannot be read.
     """
-    config, original = without_ntk(config), text_fields(original)
+    config = without_ntk(config)
+    original = text_fields(original)
     families = (_family(original),) if original else table.FAMILIES
     if wrong := original and _complaints(original, families[0]):
         raise ValueError(f"config.json of the original: {'; '.join(wrong)}")
@@ -140,7 +145,8 @@ def config_fields(
         as_there = written | {name: original[name]}
         if not _differences(as_there, config):
             written = as_there
-    longest, scaling = original.get(LONGEST) or 0, config.rope_scaling
+    longest = original.get(LONGEST) or 0
+    scaling = config.rope_scaling
     if scaling.rope_type == "yarn":  # whose factor transformers 4 takes from it
         longest = round(scaling.factor * scaling.original_max_position_embeddings)
     else:
@@ -158,7 +164,8 @@ def config_fields(
 
 def context_change(fields: Mapping[str, Any], original: Mapping[str, Any]) -> str:
     """Says how the longest context differs from that of an original; "" for equal."""
-    now, before = fields.get(LONGEST), text_fields(original).get(LONGEST)
+    now = fields.get(LONGEST)
+    before = text_fields(original).get(LONGEST)
     same = not original or now == before
     return "" if same else f"{LONGEST}={now}, which is {before} in the original"
 
@@ -170,9 +177,10 @@ def fused(fields: Mapping[str, Any]) -> Mapping[str, str]:
 
 def dropouts(fields: Mapping[str, Any]) -> list[str]:
     """Returns what a config.json trains with, and models here without."""
-    family = _family(fields := text_fields(fields))
-    found = {n: family.value(n, fields) for n in family.ignored if "dropout" in n}
-    return [f"{name}={value}" for name, value in found.items() if value]
+    fields = text_fields(fields)
+    family = _family(fields)
+    values = {n: family.value(n, fields) for n in family.ignored if "dropout" in n}
+    return [f"{name}={value}" for name, value in values.items() if value]
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -218,7 +226,7 @@ def _family(fields: Mapping[str, Any]) -> Family:
 
 def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
     """Returns a complaint for each field that is wrong."""
-    found = []
+    wrong = []
     harmless = {*table.HARMLESS, *family.ignored}
     unknown = fields.keys() - {*table.MADE_FROM, *table.ONE_VALUE, *harmless}
     for name, value in fields.items():
@@ -229,10 +237,10 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
             only, remedy = table.ONE_VALUE[name]
             is_empty = only is None and value == {}
             if not is_empty and not _is_same(value, only):
-                found.append(f"{text} (only {only!r}: {remedy})")
+                wrong.append(f"{text} (only {only!r}: {remedy})")
         elif name in family.fields:
             if not table.MADE_FROM[name].is_right(family.value(name, fields)):
-                found.append(f"{text} ({table.MADE_FROM[name].needed})")
+                wrong.append(f"{text} ({table.MADE_FROM[name].needed})")
         else:
             nothing = [family.always.get(name)]
             if table.MADE_FROM[name] is table.TRUTH:
@@ -240,14 +248,14 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
             if table.SAME.get(name) in family.fields:
                 nothing.append(family.value(table.SAME[name], fields))
             if not any(_is_same(value, other) for other in nothing):
-                found.append(f"{text}, which {family.model_type} has not")
+                wrong.append(f"{text}, which {family.model_type} has not")
     unknown -= {"model_type"}
     if unknown:
-        found.append(
+        wrong.append(
             f"{short(', '.join(sorted(unknown)))} not known here: remove what changes "
             "nothing in the model"
         )
-    return found
+    return wrong
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -259,9 +267,10 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
     """Returns the fields of config.json that the family's models are made from."""
     activation = _THEIR_ACTIVATIONS[config.activation]
     scale = config.attention_scale or config.head_dim**-0.5
+    sizes = _SIZES | _DELTA_SIZES
     fields = {
-        **{t: getattr(config, o) for t, o in (_SIZES | _DELTA_SIZES).items()},
-        **{t: getattr(config, o) or None for t, o in _NUMBERS.items()},
+        **{name: getattr(config, ours) for name, ours in sizes.items()},
+        **{name: getattr(config, ours) or None for name, ours in _NUMBERS.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "tie_word_embeddings": config.tied_embeddings,
@@ -290,72 +299,77 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
 def _differences(written: Mapping[str, Any], config: LanguageModelConfig) -> list[str]:
     """Returns the parts of a model that its config.json does not say."""
     try:
-        found = dataclasses.asdict(model_config(written))
+        read = dataclasses.asdict(model_config(written))
     except ValueError as error:
         return [str(error)]
     return [
-        f"{name}={short(value)}, there {short(found[name])}"
+        f"{name}={short(value)}, there {short(read[name])}"
         for name, value in dataclasses.asdict(config).items()
-        if found[name] != value
+        if read[name] != value
     ]
 
 
-def _read_layers(said: Mapping[str, Any], family: Family) -> tuple[str, int]:
+def _read_layers(given: Mapping[str, Any], family: Family) -> tuple[str, int]:
     """Returns the kinds of the layers, which repeat, and the window; or "" and 0.
 
     transformers' config class makes types of layers of the fields of any version.
 
-    said: fields of config.json.
+    given: fields of config.json.
 
     Raises:
       ValueError: not as many types as layers, or a window of 0 tokens.
     """
     if not family.fields & {"sliding_window", *_DELTA_SIZES}:
         return "", 0
-    fields = {
-        n: family.value(n, said) for n in said.keys() & _OF_LAYERS & family.fields
-    }
-    layers, types = fields["num_hidden_layers"], fields.get("layer_types")
-    turns = fields.get("no_rope_layers")
-    for name, found in (("layer_types", types), ("no_rope_layers", turns)):
-        if found is not None and len(found) != layers:
+    names = given.keys() & _OF_LAYERS & family.fields
+    fields = {name: family.value(name, given) for name in names}
+    layers = fields["num_hidden_layers"]
+    types = fields.get("layer_types")
+    for name in ("layer_types", "no_rope_layers"):
+        of_layers = fields.get(name)
+        if of_layers is not None and len(of_layers) != layers:
+            count = len(of_layers)
             raise ValueError(
-                f"config.json has {len(found)} {name} for num_hidden_layers={layers}"
+                f"config.json has {count} {name} for num_hidden_layers={layers}"
             )
     theirs = family.config_class(**fields)
     uses_windows = getattr(theirs, "use_sliding_window", True)
     window = getattr(theirs, "sliding_window", None) if uses_windows else None
     # Mistral has a window in all layers, or none.
-    kinds = getattr(theirs, "layer_types", [_KINDS["w"]] * layers)
-    kinds = "".join(table.LAYER_TYPES[kind] for kind in kinds)
+    their_types = getattr(theirs, "layer_types", [_KINDS["w"]] * layers)
+    kinds = "".join(map(table.LAYER_TYPES.__getitem__, their_types))
     if "d" in kinds and not family.fields & _DELTA_SIZES.keys():
         raise ValueError(
             "config.json has linear_attention in layer_types, which "
             f"{family.model_type} has not"
         )
     if "w" not in kinds or not (window or types):
-        window, kinds = 0, kinds.replace("w", "f")
+        window = 0
+        kinds = kinds.replace("w", "f")
     elif not window:
-        used = family.value("use_sliding_window", said)
+        used = family.value("use_sliding_window", given)
         raise ValueError(
             "config.json has sliding_attention in layer_types and sliding_window="
-            f"{said.get('sliding_window')}, use_sliding_window={used}: a window needs "
+            f"{given.get('sliding_window')}, use_sliding_window={used}: a window needs "
             "a size"
         )
-    turns = getattr(theirs, "no_rope_layers", None) or [1] * layers
-    pairs = zip(kinds, turns, strict=True)
-    kinds = "".join(kind if turn else kind.upper() for kind, turn in pairs)
+    # A kind in capitals has no RoPE.
+    has_rope = getattr(theirs, "no_rope_layers", None) or [1] * layers
+    pairs = zip(kinds, has_rope, strict=True)
+    kinds = "".join(kind if rope else kind.upper() for kind, rope in pairs)
     if kinds == "f" * layers:
         return "", 0
-    lengths = range(1, layers + 1)
-    found = (kinds[:n] for n in lengths if _repeated(kinds[:n], layers) == kinds)
-    return next(found), window
+    length = 1
+    while _repeated(kinds[:length], layers) != kinds:
+        length += 1
+    return kinds[:length], window
 
 
 def _layer_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
     """Returns the fields of config.json for our pattern and window, of any family."""
     cased = _repeated(pattern or "f", layers)
-    kinds, every = cased.lower(), len(pattern)
+    kinds = cased.lower()
+    every = len(pattern)
     fields = {
         "sliding_window": window or None,
         "use_sliding_window": "w" in kinds,

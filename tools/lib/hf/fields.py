@@ -35,14 +35,15 @@ class Kind(NamedTuple):
 
 
 def _list_of(known: Collection[str] | Collection[int], names: str) -> Kind:
-    kinds = {type(one) for one in known}
-    return Kind(
-        lambda value: (
-            isinstance(value, list)
-            and all(type(one) in kinds and one in known for one in value)
-        ),
-        f"a list of {names} is needed",
-    )
+    types = set(map(type, known))
+
+    def is_right(value: Any) -> bool:
+        # Of its type too: true is no 1.
+        return isinstance(value, list) and all(
+            type(element) in types and element in known for element in value
+        )
+
+    return Kind(is_right, f"a list of {names} is needed")
 
 
 def _whole(least: int, most: int) -> Kind:
@@ -52,7 +53,8 @@ def _whole(least: int, most: int) -> Kind:
     )
 
 
-LAYERS, SIZE = _whole(0, MOST_LAYERS), _whole(1, LARGEST)
+LAYERS = _whole(0, MOST_LAYERS)
+SIZE = _whole(1, LARGEST)
 NUMBER = Kind(
     lambda value: is_number(value) and value > 0, "a number above 0 is needed"
 )
@@ -194,25 +196,28 @@ class Family:
     @functools.cached_property
     def fields(self) -> frozenset[str]:
         """Returns the fields of config.json that its models may be made from."""
-        found = {field.name for field in dataclasses.fields(self.config_class)}
+        own = {field.name for field in dataclasses.fields(self.config_class)}
         of_all = "head_dim", "rope_theta", "rope_scaling"
-        return frozenset(found.union(of_all, self.older) - self.always.keys())
+        return frozenset(own.union(of_all, self.older) - self.always.keys())
 
-    def value(self, name: str, said: Mapping[str, Any]) -> Any:
-        """Returns the value of a field of config.json, or what transformers takes."""
-        if said.get(name) is None and (name not in said or name not in HAVE_NULL):
+    def value(self, name: str, given: Mapping[str, Any]) -> Any:
+        """Returns the value of a field of config.json, or what transformers takes.
+
+        given: fields of config.json.
+        """
+        if given.get(name) is None and (name not in given or name not in HAVE_NULL):
             return self.older.get(name, getattr(self.config_class, name, None))
-        value = said[name]
+        value = given[name]
         is_older = name == "hidden_act" and isinstance(value, str)
         return self.activations.get(value, value) if is_older else value
 
-    def thetas(self, said: Mapping[str, Any]) -> float | Mapping[str, float]:
+    def thetas(self, given: Mapping[str, Any]) -> float | Mapping[str, float]:
         """Returns the base of RoPE where none is said: of all layers, or of kinds."""
         theta = self.config_class.default_theta
         if not self.has_rope_of_kinds:
             return theta
         # Versions before 5 wrote one for both kinds.
-        return dict.fromkeys(("global", "local"), said.get("rope_theta") or theta)
+        return dict.fromkeys(("global", "local"), given.get("rope_theta") or theta)
 
 
 FUSED = {

@@ -61,12 +61,11 @@ class Weight:
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the tensor, from that of the parameter."""
-        return tuple(math.prod(side) for side in self._sides(shape))
+        return tuple(map(math.prod, self._sides(shape)))
 
     def stored_index(self, shape: Shape, index: Index) -> Index:
         """Returns the part of the tensor that holds this part of the parameter."""
-        sides = zip(self._sides(index), self._sides(shape), strict=True)
-        rows, *others = (_merged(part, axes) for part, axes in sides)
+        rows, *others = map(_merged, self._sides(index), self._sides(shape))
         return slice(self.first + rows.start, self.first + rows.stop), *others
 
     def from_stored(self, part: np.ndarray, shape: Shape) -> np.ndarray:
@@ -83,8 +82,12 @@ class Weight:
     def _sides(self, axes: tuple) -> list[tuple]:
         """Returns the axes that are one of the tensor's each, in its order."""
         sides = [axes[: self.input_axes], axes[self.input_axes :]]
-        sides = [side for side in (sides[::-1] if self.is_turned else sides) if side]
-        return [sides[0], (), *sides[1:]] if self.has_gap else sides
+        if self.is_turned:
+            sides.reverse()
+        sides = [side for side in sides if side]
+        if self.has_gap:
+            sides.insert(1, ())
+        return sides
 
 
 _LAYER = "model.layers.{layer}."
@@ -124,8 +127,8 @@ _OF_DELTA = {
     **{k: v for k, v in _OF_LAYERS.items() if k.startswith("feed_forward")},
 }
 # Names of ours that lie below each other in one tensor.
-_PARTS = ("query", "in_proj_qkv"), ("key", "in_proj_qkv"), ("value", "in_proj_qkv")
-_FUSED = {**dict(_PARTS), **{f"{name}_kernel": "conv1d" for name, _ in _PARTS}}
+_FUSED = dict.fromkeys(("query", "key", "value"), "in_proj_qkv")
+_FUSED |= dict.fromkeys(("query_kernel", "key_kernel", "value_kernel"), "conv1d")
 _STACKS = {"layers": _OF_LAYERS, "delta_layers": _OF_DELTA}
 _WEIGHTS = (
     EMBEDDING,
@@ -158,15 +161,20 @@ def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...
       other.
     """
     # One name means another norm where none stand behind.
-    is_before = model.config.norms == "before"
-    own = {"feed_forward_norm": _NORMS["attention_post_norm"]} if is_before else {}
-    norms = (
-        Weight((stack, ours, "scale"), f"{_LAYER}{theirs}.weight")
-        for stack in _STACKS
-        for ours, theirs in (_NORMS | own).items()
-    )
-    shapes, found, rows = traverse_util.flatten_dict(model.shapes), [], Counter()
-    for weight in (w for w in (*_WEIGHTS, *norms) if w.path in shapes):
+    norms = dict(_NORMS)
+    if model.config.norms == "before":
+        norms["feed_forward_norm"] = _NORMS["attention_post_norm"]
+    known = list(_WEIGHTS)
+    for stack in _STACKS:
+        for ours, theirs in norms.items():
+            path = (stack, ours, "scale")
+            known.append(Weight(path, f"{_LAYER}{theirs}.weight"))
+    shapes = traverse_util.flatten_dict(model.shapes)
+    weights = []
+    rows = Counter()  # of a fused tensor, that the parameters so far fill
+    for weight in known:
+        if weight.path not in shapes:
+            continue
         if weight.is_stacked:
             is_delta = weight.path[0] == "delta_layers"
             weight = replace(weight, numbers=(*model.config.numbers(is_delta),))
@@ -175,8 +183,8 @@ def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...
             name = weight.name.replace(module, whole)
             weight = replace(weight, name=name, first=rows[name])
             rows[name] += weight.stored_shape(shapes[weight.path].shape[1:])[0]
-        found.append(weight)
-    return tuple(found)
+        weights.append(weight)
+    return tuple(weights)
 
 
 def text_name(name: str) -> str | None:

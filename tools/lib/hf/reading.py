@@ -39,7 +39,9 @@ def load(
     _check_tensors(files, weights, model, config)
     abstract = abstract_parameters(model.shapes, model.axes, partition)
     leaves = traverse_util.flatten_dict(abstract)
-    parameters = {w.path: _place(files, w, leaves[w.path]) for w in weights}
+    parameters = {}
+    for weight in weights:
+        parameters[weight.path] = _read(files, weight, leaves[weight.path])
     return traverse_util.unflatten_dict(parameters)
 
 
@@ -50,12 +52,13 @@ def _check_tensors(
     wanted = stored_shapes(weights, model)
     # Older files hold tensors that follow from config.json.
     derived = "rotary_emb.inv_freq"
-    found = {n: s for n, s in files.shapes.items() if not n.endswith(derived)}
-    if HEAD not in weights and _is_embedding(files, found):
-        del found[HEAD.name]
+    stored = {n: s for n, s in files.shapes.items() if not n.endswith(derived)}
+    if HEAD not in weights and _is_embedding(files, stored):
+        del stored[HEAD.name]
     wrong = []
-    for name in sorted(wanted.keys() | found.keys()):
-        there, here = found.get(name), wanted.get(name)
+    for name in sorted(wanted.keys() | stored.keys()):
+        there = stored.get(name)
+        here = wanted.get(name)
         if there is None:
             wrong.append(f"{name} is missing, {list(here)} by {config}")
         elif here is None:
@@ -63,10 +66,10 @@ def _check_tensors(
         elif there != here:
             wrong.append(f"{name} is {list(there)}, but {list(here)} by {config}")
     if wrong:
-        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
+        if len(wrong) > LISTED:
+            wrong[LISTED:] = [f"and {len(wrong) - LISTED} more"]
         raise ValueError(
-            f"the tensors are not those that {config} describes: "
-            + "; ".join(wrong[:LISTED] + more)
+            f"the tensors are not those that {config} describes: " + "; ".join(wrong)
         )
 
 
@@ -81,7 +84,8 @@ def _is_embedding(files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> 
     rows = shapes[HEAD.name][0]
     for start in range(0, rows, ROWS):
         index = slice(start, min(start + ROWS, rows)), slice(None)
-        head, table = (files.read(weight.name, index) for weight in (HEAD, EMBEDDING))
+        head = files.read(HEAD.name, index)
+        table = files.read(EMBEDDING.name, index)
         if not _are_equal(head, table) and not _are_equal(table, head):
             raise ValueError(
                 f"{HEAD.name} is not {EMBEDDING.name}, but config.json says "
@@ -96,9 +100,10 @@ def _are_equal(exact: np.ndarray, rounded: np.ndarray) -> bool:
         return np.array_equal(exact.astype(rounded.dtype, copy=False), rounded)
 
 
-def _place(files: TensorFiles, weight: Weight, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _read(files: TensorFiles, weight: Weight, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Reads one parameter; what several devices hold is read once."""
-    shape, sharding = leaf.shape, leaf.sharding
+    shape = leaf.shape
+    sharding = leaf.sharding
     holders: dict[str, list[jax.Device]] = {}
     indices = sharding.addressable_devices_indices_map(shape)
     for device, index in indices.items():
@@ -121,14 +126,18 @@ def _fill(
     index: Index,
 ) -> None:
     """Reads the part at `index` of a parameter of this shape, as float32."""
-    names, places = [weight.name], part[None]
+    names = [weight.name]
+    of_layers = part[None]
     if weight.is_stacked:
-        names, places = weight.names[index[0]], part
-        shape, index = shape[1:], index[1:]
+        names = weight.names[index[0]]
+        of_layers = part
+        shape = shape[1:]
+        index = index[1:]
     stored_index = weight.stored_index(shape, index)
-    for place, name in zip(places, names, strict=True):
-        place[...] = weight.from_stored(files.read(name, stored_index), place.shape)
-        if not np.isfinite(place).all():
+    for of_layer, name in zip(of_layers, names, strict=True):
+        stored = files.read(name, stored_index)
+        of_layer[...] = weight.from_stored(stored, of_layer.shape)
+        if not np.isfinite(of_layer).all():
             raise ValueError(
                 f"{name} holds numbers that are not finite, which no training recovers "
                 "from: copy the model again"

@@ -10,7 +10,8 @@ from models.sizes import LanguageModelConfig
 from tools.lib.hf.fields import LAYER_TYPES, NUMBER, SIZE, TRUTH
 
 _WINDOW, _FULL, _ = LAYER_TYPES
-_ORIGINAL, _PART = "original_max_position_embeddings", "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
+_PART = "partial_rotary_factor"
 # The fields that each scaling must have, and those that it may lack.
 _NEEDED = {
     "default": (),
@@ -24,7 +25,7 @@ _KINDS = {int: SIZE, float: NUMBER, bool: TRUTH}
 
 
 def read_rope(
-    said: Mapping[str, Any],
+    fields: Mapping[str, Any],
     theta: float | Mapping[str, float],
     rotated_part: float = 0.0,
 ) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def read_rope(
 
     transformers would take one of fields that contradict each other.
 
-    said: fields of config.json.
+    fields: of config.json.
     theta: transformers' `default_theta`: of all layers, or of "global" and of "local"
       ones, which have a window.
     rotated_part: of each head where none is said, by RoPE that is not scaled then: the
@@ -42,21 +43,21 @@ def read_rope(
       ValueError: a scaling that a model here has not, or fields that contradict each
         other.
     """
-    given = said.get("rope_parameters") or {}
-    longest = said.get("max_position_embeddings")
-    own = {name: said.get(name) for name in ("rope_theta", _PART)}
-    places = [own, said.get("rope_scaling")]
+    given = fields.get("rope_parameters") or {}
+    longest = fields.get("max_position_embeddings")
+    own = {name: fields.get(name) for name in ("rope_theta", _PART)}
+    of_all = [own, fields.get("rope_scaling")]
     if not isinstance(theta, Mapping):
-        return _read([*places, given], theta, longest, rotated_part)
-    kinds = {type(rope) for rope in given.values()}
+        return _read([*of_all, given], theta, longest, rotated_part)
+    kinds = set(map(type, given.values()))
     if given.keys() - {_FULL, _WINDOW} or kinds - {dict, type(None)}:
         raise ValueError(
             f"config.json has rope_parameters={short(given)}, where {_FULL} and "
             f"{_WINDOW} are needed, two objects"
         )
-    ours = _read([*places, given.get(_FULL)], theta["global"], longest)
-    places = [{"rope_theta": said.get("rope_local_base_freq")}, given.get(_WINDOW)]
-    local = _read(places, theta["local"], longest)
+    ours = _read([*of_all, given.get(_FULL)], theta["global"], longest)
+    base = {"rope_theta": fields.get("rope_local_base_freq")}
+    local = _read([base, given.get(_WINDOW)], theta["local"], longest)
     if local["rope_scaling"] != RopeScaling():
         raise ValueError(
             f"config.json has RoPE scaling {local['rope_scaling'].rope_type!r} in "
@@ -66,26 +67,28 @@ def read_rope(
 
 
 def _read(
-    places: Sequence[Any],
+    sources: Sequence[Any],
     theta: float,
     longest: int | None,
     rotated_part: float = 0.0,
 ) -> dict[str, Any]:
-    """Returns base and scaling, said in several places.
+    """Returns base and scaling.
 
+    sources: objects of config.json that say them, or None.
     theta: the base where none is said.
     longest: the context of config.json, which YaRN takes for the original one.
     """
     rope: dict[str, Any] = {}
-    for place in places:
-        for name, value in (place or {}).items():
+    for source in sources:
+        for name, value in (source or {}).items():
             name = "rope_type" if name == "type" else name
             if value is not None and rope.setdefault(name, value) != value:
                 raise ValueError(
                     f"config.json has {short(name)} twice, as {short(rope[name])} "
                     f"and {short(value)}"
                 )
-    theta, part = rope.pop("rope_theta", theta), rope.pop(_PART, rotated_part or 1)
+    theta = rope.pop("rope_theta", theta)
+    part = rope.pop(_PART, rotated_part or 1)
     known = {"default"} if rotated_part else _NEEDED
     if rotated_part:  # of images and of text, whose tokens have one position each
         rope = {name: value for name, value in rope.items() if "mrope" not in name}
@@ -111,8 +114,8 @@ def _read(
         raise ValueError(f"config.json has RoPE scaling {kind!r} {', '.join(wrong)}")
     scaling = {name: _TYPES[name](value) for name, value in rope.items()}
     scaling["rope_type"] = "none" if kind == "default" else kind
-    found = {"rope_theta": float(theta), "rope_scaling": RopeScaling(**scaling)}
-    return found | ({"rotary_fraction": float(part)} if rotated_part else {})
+    read = {"rope_theta": float(theta), "rope_scaling": RopeScaling(**scaling)}
+    return read | ({"rotary_fraction": float(part)} if rotated_part else {})
 
 
 def rope_fields(config: LanguageModelConfig, of_kinds: bool) -> dict[str, Any]:
@@ -120,8 +123,10 @@ def rope_fields(config: LanguageModelConfig, of_kinds: bool) -> dict[str, Any]:
 
     of_kinds: whether to say it of each kind of layers, too.
     """
-    theta, scaling = config.rope_theta, config.rope_scaling
-    kind, fields = scaling.rope_type, None
+    theta = config.rope_theta
+    scaling = config.rope_scaling
+    kind = scaling.rope_type
+    fields = None
     if kind in _NEEDED:
         names = ("rope_type", *_NEEDED[kind], *_OPTIONAL.get(kind, ()))
         fields = {name: getattr(scaling, name) for name in names}
@@ -130,17 +135,20 @@ def rope_fields(config: LanguageModelConfig, of_kinds: bool) -> dict[str, Any]:
         if fields.get("truncate"):
             del fields["truncate"]  # what versions do that lack it
     local = config.window_rope_theta or theta
-    found = {"rope_theta": theta, "rope_scaling": fields, "rope_local_base_freq": local}
+    written = {"rope_theta": theta, "rope_scaling": fields}
+    written["rope_local_base_freq"] = local
     if of_kinds:
         plain = {"rope_type": "default"}
-        full = {**(fields or plain), "rope_theta": theta}
-        found["rope_parameters"] = {_FULL: full, _WINDOW: plain | {"rope_theta": local}}
-    return found | {_PART: config.rotary_fraction}
+        full = (fields or plain) | {"rope_theta": theta}
+        window = plain | {"rope_theta": local}
+        written["rope_parameters"] = {_FULL: full, _WINDOW: window}
+    return written | {_PART: config.rotary_fraction}
 
 
 def without_ntk(config: LanguageModelConfig) -> LanguageModelConfig:
     """Returns the same model, its "ntk" scaling as the base that it is."""
-    scaling, head_dim = config.rope_scaling, config.rotary_dim
+    scaling = config.rope_scaling
+    head_dim = config.rotary_dim
     if scaling.rope_type != "ntk":
         return config
     theta = config.rope_theta * scaling.factor ** (head_dim / (head_dim - 2))

@@ -39,14 +39,14 @@ class TensorFiles:
             number of 16 or 32 bits.
         """
         self._slices = {}
-        placed = _placed(directory)
+        file_of = _indexed(directory)
         with ExitStack() as opened:
-            for path in sorted({*placed.values()}) or [_file(directory, whole)]:
-                self._open(path, placed, opened)
-            missing = sorted(placed.keys() - self._slices.keys())
+            for path in sorted({*file_of.values()}) or [_file(directory, whole)]:
+                self._open(path, file_of, opened)
+            missing = sorted(file_of.keys() - self._slices.keys())
             if missing:
                 raise ValueError(
-                    f"{placed[missing[0]]} has no tensor {short(missing[0])}, "
+                    f"{file_of[missing[0]]} has no tensor {short(missing[0])}, "
                     f"which {INDEX} says lies there (and {len(missing) - 1} more): "
                     "copy the model again"
                 )
@@ -67,13 +67,16 @@ class TensorFiles:
         Raises:
           ValueError: two tensors would have one name.
         """
-        renamed = {name: new_name(name) for name in self._slices}
-        kept = {new: self._slices[old] for old, new in renamed.items() if new}
-        left_out = [old for old, new in renamed.items() if not new]
-        if len(kept) + len(left_out) < len(renamed):
-            names = [new for new in renamed.values() if new]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"two tensors are {twice}: copy the model again")
+        kept = {}
+        left_out = []
+        for name, tensor in self._slices.items():
+            new = new_name(name)
+            if not new:
+                left_out.append(name)
+            elif new in kept:
+                raise ValueError(f"two tensors are {new}: copy the model again")
+            else:
+                kept[new] = tensor
         self._slices = kept
         return left_out
 
@@ -84,8 +87,8 @@ class TensorFiles:
         self._slices.clear()
         self._files.close()
 
-    def _open(self, path: Path, placed: Mapping[str, Path], opened: ExitStack) -> None:
-        """Takes the tensors of a file, but for those that are placed in another."""
+    def _open(self, path: Path, file_of: Mapping[str, Path], opened: ExitStack) -> None:
+        """Takes the tensors of a file, but for those that the index has in another."""
         _check_names(path)
         try:
             file = opened.enter_context(safe_open(path, "numpy"))
@@ -100,7 +103,7 @@ class TensorFiles:
                     f"{path} has a tensor {short(name)}, which is not a name: copy it "
                     "again"
                 )
-            if placed.get(name, path) != path:
+            if file_of.get(name, path) != path:
                 continue
             if name in self._slices:
                 raise ValueError(
@@ -130,7 +133,8 @@ def write_tensors(
     file_bytes: of the largest file; a larger tensor has one of its own.
     whole: name of the file where there is one.
     """
-    plan, placed = _plan(tensor_bytes, file_bytes), {}
+    plan = _plan(tensor_bytes, file_bytes)
+    file_of: dict[str, str] = {}
     for number, names in enumerate(plan, 1):
         file = f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         file = whole if len(plan) == 1 else file
@@ -138,16 +142,17 @@ def write_tensors(
         metadata = {"format": "pt"}
         held = itertools.islice(tensors, len(names))
         save_file(dict(held), directory / file, metadata=metadata)
-        placed |= dict.fromkeys(names, file)
+        file_of |= dict.fromkeys(names, file)
     if len(plan) > 1:
         total = {"total_size": sum(tensor_bytes.values())}
-        index = {"metadata": total, "weight_map": placed}
+        index = {"metadata": total, "weight_map": file_of}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _plan(tensor_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     """Names of the tensors of each file."""
-    files, left = [], 0
+    files: list[list[str]] = []
+    left = 0  # bytes that still go into the last file
     for name, size in tensor_bytes.items():
         if size > left:
             files.append([])
@@ -157,7 +162,7 @@ def _plan(tensor_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     return files
 
 
-def _placed(directory: Path) -> dict[str, Path]:
+def _indexed(directory: Path) -> dict[str, Path]:
     """Returns the file of every tensor, by the index; {} without an index.
 
     Links are followed: the cache of Hugging Face's hub consists of them.

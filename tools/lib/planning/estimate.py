@@ -5,6 +5,7 @@ is known of (stalls, arithmetic but products, latencies) takes time that is miss
 by XLA's own cycles has some of that.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,40 +59,45 @@ class Attention:
     @classmethod
     def of(cls, run: Run, chip: Chip, program: Program) -> "Attention":
         """Estimates both for a run on a mesh of this chip."""
-        config, counts = run.config, program.kernels()
+        config = run.config
+        counts = program.kernels()
         if not counts:
             return cls({}, 0.0, {}, "attention is among the other instructions")
         outlasting = 0.0
-        spent, areas, layers = Counter(), Counter(), Counter()
+        spent = Counter()  # by direction and window
+        areas = Counter()
+        layers = Counter()  # by window, times microbatches
         passes = ring_passes(run, chip)
-        for times, ring, direction, found in passes:
+        for times, ring, direction, each in passes:
             window = ring.sequence.row.window
-            spent[direction, window] += times * found.kernels
+            spent[direction, window] += times * each.kernels
             areas[direction] += times * ring.area
             layers[window] += times * (direction == "backward")
-            outlasting += times * found.outlasting
-        seconds = {name: sum(spent[name, size] for size in layers) for name in PRODUCTS}
-        shortest = {
-            name: layers.total() * min(spent[name, n] / layers[n] for n in layers)
-            for name in PRODUCTS
-        }
+            outlasting += times * each.outlasting
+        seconds: dict[str, float] = {}
+        shortest: dict[str, float] = {}
+        for direction in PRODUCTS:
+            by_window = {window: spent[direction, window] for window in layers}
+            seconds[direction] = sum(by_window.values())
+            of_layer = min(by_window[window] / layers[window] for window in layers)
+            shortest[direction] = layers.total() * of_layer
+        by_name: dict[str, float] = {}
+        for instruction in itertools.chain.from_iterable(program.computations.values()):
+            kernel = instruction.kernel
+            if instruction.kind == "kernel" and counts[kernel]:
+                by_name[instruction.name] = shortest[kernel] / counts[kernel]
         again = areas["forward"] / areas["backward"]
         is_bfloat16 = config.compute_dtype == "bfloat16"
         return cls(
             seconds,
             outlasting,
-            {
-                one.name: shortest[one.kernel] / counts[one.kernel]
-                for instructions in program.computations.values()
-                for one in instructions
-                if one.kind == "kernel" and counts[one.kernel]
-            },
+            by_name,
             f"attention: {source(chip)}; the slowest device of each ring step; "
             f"remat {config.remat} runs the ring forward {again:.3g} x for each "
             "backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
             + ("; soft caps take no time" if config.model.attention_soft_cap else ""),
-            ways=min(one.ring.ways for one in passes),
+            ways=min(ring_pass.ring.ways for ring_pass in passes),
         )
 
 
@@ -136,34 +142,36 @@ def bytes_per_second(chip: Chip, kind: str, ways: int = 1) -> float:
     return chip.interconnect_bytes_per_second * links
 
 
-def collective_seconds(one: Collective, chip: Chip, ways: int = 1) -> float:
+def collective_seconds(collective: Collective, chip: Chip, ways: int = 1) -> float:
     """Returns the seconds of a run of a collective; ways: of `bytes_per_second`."""
-    return chip.link_latency + one.bytes_sent / bytes_per_second(chip, one.kind, ways)
+    rate = bytes_per_second(chip, collective.kind, ways)
+    return chip.link_latency + collective.bytes_sent / rate
 
 
 def synchronous_seconds(
     collectives: Iterable[Collective], chip: Chip
 ) -> dict[str, float]:
     """Returns the seconds of collectives that nothing runs beside, by name."""
-    return {
-        one.name: collective_seconds(one, chip)
-        for one in collectives
-        if not one.is_asynchronous
-    }
+    seconds = {}
+    for collective in collectives:
+        if not collective.is_asynchronous:
+            seconds[collective.name] = collective_seconds(collective, chip)
+    return seconds
 
 
 def exposed_seconds(
-    one: Collective, beside: Mapping[str, float], chip: Chip, ways: int = 1
+    collective: Collective, beside: Mapping[str, float], chip: Chip, ways: int = 1
 ) -> float:
     """Returns the seconds of a run of a collective in which devices wait for it.
 
     beside: seconds of what runs during an asynchronous one, by its name. A ring's
       transfer is timed with its kernels, and exposed as far as it misses them.
     """
-    seconds = collective_seconds(one, chip, ways)
-    if one.hidden_share and (one.kind == TRANSFER or one.name not in beside):
-        return (1 - one.hidden_share) * seconds
-    return max(0.0, seconds - beside.get(one.name, 0.0))
+    name = collective.name
+    seconds = collective_seconds(collective, chip, ways)
+    if collective.hidden_share and (collective.kind == TRANSFER or name not in beside):
+        return (1 - collective.hidden_share) * seconds
+    return max(0.0, seconds - beside.get(name, 0.0))
 
 
 def estimate(
@@ -178,25 +186,31 @@ def estimate(
     roofline: times of the program's other instructions on one of them.
     peak_seconds: of the model's FLOPs at the peak of all devices.
     """
-    rings = [one for one in collectives if one.kind == TRANSFER]
-    sent = sum(one.total_bytes for one in rings)
-    hidden = sum(one.hidden_share * one.total_bytes for one in rings)
+    transfers = [each for each in collectives if each.kind == TRANSFER]
+    others = [each for each in collectives if each.kind != TRANSFER]
+    sent = sum(each.total_bytes for each in transfers)
+    hidden = sum(each.hidden_share * each.total_bytes for each in transfers)
     ways = attention.ways
 
-    def waited(found: Iterable[Collective]) -> float:
+    def waited(moved: Iterable[Collective]) -> float:
         beside = roofline.beside
-        return sum(c.times * exposed_seconds(c, beside, chip, ways) for c in found)
+        return sum(c.times * exposed_seconds(c, beside, chip, ways) for c in moved)
 
+    # Kernels hide `hidden` of the ring's bytes: only these can outlast them.
+    outlasting = attention.outlasting * (hidden / sent if sent else 1.0)
     work = roofline.total
-    parts = (
-        sum(attention.kernels.values()),
-        *(work.products, work.recomputed, work.elementwise, work.small),
-        waited(rings) + attention.outlasting * (hidden / sent if sent else 1.0),
-        waited([one for one in collectives if one.kind != TRANSFER]),
-    )
+    seconds = {
+        "attention": sum(attention.kernels.values()),
+        "products": work.products,
+        "recomputed": work.recomputed,
+        "elementwise": work.elementwise,
+        "small": work.small,
+        "ring_waits": waited(transfers) + outlasting,
+        "other_waits": waited(others),
+    }
     return Estimate(
-        *parts,
+        **seconds,
         instructions=round(work.instructions),
-        mfu=peak_seconds / sum(parts),
+        mfu=peak_seconds / sum(seconds.values()),
         assumption=attention.assumption,
     )

@@ -25,7 +25,7 @@ import ml_collections
 
 from kernels.chips import Chip
 from kernels.cost.choice import Choice
-from kernels.cost.clock import Ring
+from kernels.cost.clock import RingCost
 from tasks.layout_choice import name_of, ring_passes, state_times, typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
@@ -35,11 +35,11 @@ from tools.lib.planning.estimate import bytes_per_second
 from tools.lib.planning.step import SPARE_SHARE, device_bytes, saved_bytes
 from training.mesh import MESH_AXES, MeshShape, Partition
 
-LAYER_ARRAYS, RING_ARRAYS = 6, 7
-"""float32 arrays of the size of the queries: the most in compiled steps on TPUs.
+LAYER_ARRAYS = 6
+"""float32 arrays of the size of the queries: the most in compiled steps on TPUs."""
 
-RING_ARRAYS hold one head group at a time.
-"""
+RING_ARRAYS = 7
+"""More of them, which hold one head group at a time."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +92,25 @@ def suggestions(
       ValueError: no mesh suits; the message says what is wrong with one ring of all.
     """
     rows = typical_rows(config, documents)
-    alone = make_run(config, _partition(config, chip, 1, 1, 1, 1, 1), rows)
+    alone = make_run(config, _partition(config, chip, (1, 1, 1, 1, 1)), rows)
     choices: dict[tuple[int, ...], Choice] = {}
 
-    def suggested(data: int, fsdp: int, *ring: int) -> Suggestion:
-        alike = data * fsdp, *ring  # of those with the same rings
-        partition = _partition(config, chip, data, fsdp, *ring)
-        run = alone.counted_on(partition, choices.get(alike))
-        found = suggestion(run)
+    def suggested(sizes: tuple[int, ...]) -> Suggestion:
+        # Data and fsdp share out rows alike: meshes with the same product of the two
+        # have the same rings, whose layout is chosen once.
+        alike = (sizes[0] * sizes[1], *sizes[2:])
+        run = alone.counted_on(_partition(config, chip, sizes), choices.get(alike))
+        estimated = suggestion(run)
         choices[alike] = run.choice
-        return found
+        return estimated
 
-    found = []
+    meshes = []
     for sizes in _factorisations(devices):
         with contextlib.suppress(ValueError):
-            found.append(suggested(*sizes))
-    if not found:
-        suggested(1, 1, devices, 1, 1)
-    return sorted(found, key=lambda one: one.rank)
+            meshes.append(suggested(sizes))
+    if not meshes:
+        suggested((1, 1, devices, 1, 1))  # which raises
+    return sorted(meshes, key=lambda mesh: mesh.rank)
 
 
 def suggestion(run: Run) -> Suggestion:
@@ -128,7 +129,8 @@ def suggestion(run: Run) -> Suggestion:
     memory = device_bytes(held) + workspace_bytes(run)
     if config.remat != "offload":
         memory += saved_bytes(run)
-    passes, (of_states, states_wait) = ring_passes(run, chip), state_times(run, chip)
+    passes = ring_passes(run, chip)
+    of_states, states_wait = state_times(run, chip)
     ring = passes[0].ring
     tokens = config.data.batch_rows * config.data.context_tokens
     products = run.work(tokens, 0).model_flops
@@ -137,7 +139,7 @@ def suggestion(run: Run) -> Suggestion:
         memory=memory,
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         layout=name_of(run.layout),
-        route="; ".join(dict.fromkeys(one.ring.describe() for one in passes)),
+        route="; ".join(dict.fromkeys(x.ring.describe() for x in passes)),
         attention=of_states
         + sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
         ring_waits=states_wait + sum(x.times * x.spent.outlasting for x in passes),
@@ -152,7 +154,8 @@ def workspace_bytes(run: Run) -> float:
     The buffers of a ring's backward, one layer's parameters in the compute type and
     their gradients in float32, and the same gradients of embedding and head.
     """
-    model, tensor = run.sizes, run.partition.mesh.shape["tensor"]
+    model = run.sizes
+    tensor = run.partition.mesh.shape["tensor"]
     queries = run.local_tokens * model.num_heads * model.head_dim * 4
     tables = getattr(model, "vocab_size", 0) * model.hidden_size
     tables *= 1 if run.config.model.tied_embeddings else 2
@@ -162,14 +165,18 @@ def workspace_bytes(run: Run) -> float:
     return (arrays * queries + state) / tensor
 
 
-def exposed_seconds(run: Run, ring: Ring, chip: Chip) -> float:
+def exposed_seconds(run: Run, ring: RingCost, chip: Chip) -> float:
     """Returns the seconds of a step in which devices wait for others than the ring's.
 
     ring: of any kind of layers, which all have as many heads.
     """
-    config, partition, model = run.config, run.partition, run.config.model
-    shape, itemsize = partition.mesh.shape, run.compute_dtype.itemsize
-    shards, tensor = partition.shards("embed"), shape["tensor"]
+    config = run.config
+    model = config.model
+    partition = run.partition
+    shape = partition.mesh.shape
+    itemsize = run.compute_dtype.itemsize
+    shards = partition.shards("embed")
+    tensor = shape["tensor"]
     parameters = run.num_parameters / tensor
     # Gathered forward and backward; the gradients are float32.
     sent = parameters * (shards - 1) / shards * (2 * itemsize + 4)
@@ -182,8 +189,8 @@ def exposed_seconds(run: Run, ring: Ring, chip: Chip) -> float:
     swapped = run.local_tokens * heads * itemsize
     passes = 3 if again else 2
     swapped *= model.num_layers * passes * _exchanged(partition.slices, tensor)
-    rates = (bytes_per_second(chip, kind) for kind in ("other", TRANSFER))
-    seconds = sum(x / rate for x, rate in zip((sent, swapped), rates, strict=True))
+    seconds = sent / bytes_per_second(chip, "other")
+    seconds += swapped / bytes_per_second(chip, TRANSFER)
     return seconds * config.train.microbatches
 
 
@@ -212,8 +219,13 @@ def _factorisations(devices: int) -> Iterator[tuple[int, ...]]:
             yield *sizes, devices // math.prod(sizes)
 
 
-def _partition(config: ml_collections.ConfigDict, chip: Chip, *sizes: int) -> Partition:
-    """Returns a partition of this shape, cut as `systems.partition` does."""
+def _partition(
+    config: ml_collections.ConfigDict, chip: Chip, sizes: tuple[int, ...]
+) -> Partition:
+    """Returns a partition of this shape, cut as `systems.partition` does.
+
+    sizes: as of MESH_AXES.
+    """
     shape = MeshShape(**dict(zip(MESH_AXES, sizes, strict=True)))
     shape = shape.cut_ring(config.model.hidden_size)
     return Partition(shape.abstract_mesh(chip.device_kinds[0]))

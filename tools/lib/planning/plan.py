@@ -4,6 +4,7 @@ import dataclasses
 import math
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,22 +91,24 @@ class Plan:
         compiled = step.compile()
         seconds = time.perf_counter() - start
         devices = step.pod.devices
-        program, chip = Program.parse(compiled.as_text(), len(devices)), step.pod.chip
-        moved, work = program.collectives(), step.work()
+        program = Program.parse(compiled.as_text(), len(devices))
+        chip = step.pod.chip
+        moved = program.collectives()
+        work = step.work()
         peak_seconds = work.model_flops / (len(devices) * chip.peak_flops)
-        run, config = step.run, step.run.config
+        run = step.run
+        config = run.config
 
         def timed(chip: Chip, rate: float) -> tuple[Attention, Roofline, Estimate]:
             attention = Attention.of(run, chip, program)
             known = attention.by_name | synchronous_seconds(moved, chip)
-            links = {
-                one.name: collective_seconds(one, chip)
-                for one in moved
-                if one.kind != TRANSFER
-            }
+            links = {}
+            for collective in moved:
+                if collective.kind != TRANSFER:
+                    links[collective.name] = collective_seconds(collective, chip)
             roofline = Roofline(program, chip, known, rate, links)
-            found = estimate(chip, attention, roofline, moved, peak_seconds)
-            return attention, roofline, found
+            estimated = estimate(chip, attention, roofline, moved, peak_seconds)
+            return attention, roofline, estimated
 
         attention, roofline, bound = timed(chip, math.inf)
         *_, at_cycles = timed(measured(chip), cycles_per_second(chip))
@@ -159,20 +162,18 @@ def kinds(
 
     beside: seconds of what runs during an asynchronous one, by its name.
     """
-
-    def exposed(one: Collective) -> float:
-        rate = bytes_per_second(chip, one.kind)
-        return one.times * rate * exposed_seconds(one, beside, chip)
-
-    def of(name: str) -> Kind:
-        mine = [c for c in collectives if c.kind == name]
-        return Kind(
+    by_kind: dict[str, list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        by_kind[collective.kind].append(collective)
+    kinds = []
+    for name, alike in by_kind.items():
+        rate = bytes_per_second(chip, name)
+        kind = Kind(
             name,
-            sum(c.times for c in mine),
-            sum(c.total_bytes for c in mine),
-            sum(map(exposed, mine)),
-            sum(c.total_bytes for c in mine if not c.is_asynchronous),
+            sum(c.times for c in alike),
+            sum(c.total_bytes for c in alike),
+            sum(c.times * rate * exposed_seconds(c, beside, chip) for c in alike),
+            sum(c.total_bytes for c in alike if not c.is_asynchronous),
         )
-
-    found = map(of, {c.kind for c in collectives})
-    return tuple(sorted(found, key=lambda kind: (-kind.bytes_sent, kind.name)))
+        kinds.append(kind)
+    return tuple(sorted(kinds, key=lambda kind: (-kind.bytes_sent, kind.name)))

@@ -67,12 +67,12 @@ class Work:
         return computed + self.small + self.elsewhere
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
-        )
+        names = [field.name for field in fields(self)]
+        return Work(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
     def __mul__(self, times: float) -> "Work":
-        return Work(*(times * getattr(self, f.name) for f in fields(self)))
+        names = [field.name for field in fields(self)]
+        return Work(**{name: times * getattr(self, name) for name in names})
 
 
 class Roofline:
@@ -99,7 +99,9 @@ class Roofline:
         """
         self.cycles_per_second = cycles_per_second
         self._computations = program.text
-        self._program, self._chip, self._elsewhere = program, chip, elsewhere
+        self._program = program
+        self._chip = chip
+        self._elsewhere = elsewhere
         self._links = links or {}
         self._shares: dict[tuple[str, str, bool], float] = {}
         self._runs: dict[str, Work] = {}
@@ -113,11 +115,13 @@ class Roofline:
         return self._runs[name]
 
     def _in_order(self, name: str) -> Work:
-        computation, total, free = self._computations[name], Work(), 0.0
+        computation = self._computations[name]
+        total = Work()
+        free = 0.0  # when the links have ended the transfers so far
         copies: dict[str, float] = {}  # seconds of the memory that they still need
         started: dict[str, float] = {}
         calls = self._program.computations[name]
-        trips = {one.name: self._program.times(one) for one in calls}
+        trips = {call.name: self._program.times(call) for call in calls}
         for operation in computation.operations.values():
             first = next(iter(operation.operands), "")
             if operation.opcode in COPIES:
@@ -126,14 +130,15 @@ class Roofline:
             if operation.opcode.endswith("-start") or operation.opcode == "call-update":
                 started[operation.name] = total.seconds
             elif first in started:
-                now, begin = total.seconds, started[first]
+                now = total.seconds
+                begin = started[first]
                 if seconds := self._links.get(operation.name):
                     begin = max(begin, free)
                     free = min(now, begin + seconds)  # `total` has no waits
                 self.beside[operation.name] = now - begin
             if operation.opcode in ("while", "call", "conditional", "async-start"):
                 times = trips.get(operation.name, 1)
-                runs = [self._run(one) for one in operation.called]
+                runs = list(map(self._run, operation.called))
                 if operation.opcode == "conditional":
                     runs = [max(runs, key=lambda run: (run.seconds, run.instructions))]
                 work = sum(runs, Work()) * times
@@ -144,7 +149,8 @@ class Roofline:
             idle = work.seconds - work.memory
             for copy, left in copies.items():
                 taken = min(idle, left)
-                copies[copy], idle = left - taken, idle - taken
+                copies[copy] = left - taken
+                idle -= taken
                 work += Work(memory=taken)
             total += work
         return total
@@ -177,12 +183,12 @@ class Roofline:
             return self._elsewhere[operation.name]
         if operation.opcode != "fusion":
             return None
-        inside = [
-            self._elsewhere[name]
-            for called in operation.called
-            for name in self._computations[called].operations
-            if name in self._elsewhere
-        ]
+        inside = []
+        for called in operation.called:
+            names = self._computations[called].operations
+            inside += [
+                self._elsewhere[name] for name in names if name in self._elsewhere
+            ]
         return sum(inside) if inside else None
 
     def _products(
@@ -192,16 +198,15 @@ class Roofline:
         if operation.opcode == "fusion":
             for called in operation.called:
                 inner = self._computations[called]
-                for one in inner.operations.values():
-                    yield from self._products(inner, one)
+                for fused in inner.operations.values():
+                    yield from self._products(inner, fused)
         elif flops := product_flops(computation, operation):
             yield operation.op_name, flops / self._chip.peak_flops
 
     def _memory(self, computation: Computation, operation: Operation) -> float:
         """Returns the seconds in which an operation keeps the device's memory busy."""
-        return sum(self._bytes(computation, operation)) / (
-            self._chip.hbm_bytes_per_second
-        )
+        moved = sum(self._bytes(computation, operation))
+        return moved / self._chip.hbm_bytes_per_second
 
     def _bytes(self, computation: Computation, operation: Operation) -> Iterator[float]:
         """Yields what an operation reads and writes."""
@@ -210,7 +215,7 @@ class Roofline:
             operation = _synchronous(operation, operands)
         if operation.opcode == "fusion":
             inner = self._computations[operation.called[0]]
-            if any(_collects(one) for one in inner.operations.values()):
+            if any(map(_collects, inner.operations.values())):
                 return  # moved by the collective
             for number, operand in enumerate(operands):
                 parameter = inner.parameters[number]
@@ -229,8 +234,8 @@ class Roofline:
             share = self._written_share(computation, operation)
             yield 2 * share * sum(map(_stored, operation.results))
         else:
-            for one in (operation, *operands):
-                yield sum(map(_stored, one.results))
+            for moved in (operation, *operands):
+                yield sum(map(_stored, moved.results))
 
     def _read_share(
         self, computation: Computation, operation: Operation, is_updated: bool = False
@@ -266,14 +271,12 @@ class Roofline:
         share = 1.0
         if user.opcode == "fusion":
             inner = self._computations[user.called[0]]
-            share = min(
-                1.0,
-                sum(
-                    self._read_share(inner, inner.parameters[number], is_updated)
-                    for number, name in enumerate(user.operands)
-                    if name == operation.name
-                ),
-            )
+            shares = [
+                self._read_share(inner, inner.parameters[number], is_updated)
+                for number, name in enumerate(user.operands)
+                if name == operation.name
+            ]
+            share = min(1.0, sum(shares))
         if user.elements == operation.elements and user.opcode not in PRODUCTS:
             is_updated &= user.opcode == "bitcast"
             return share * self._read_share(computation, user, is_updated)
@@ -282,14 +285,15 @@ class Roofline:
     def _written_share(self, computation: Computation, operation: Operation) -> float:
         """Returns the share of an operation's result that is written."""
         if operation.opcode == "bitcast":
-            return self._written_share(computation, *computation.operands(operation))
+            (operand,) = computation.operands(operation)
+            return self._written_share(computation, operand)
         if operation.opcode == "fusion":
             inner = self._computations[operation.called[0]]
             return self._written_share(inner, inner.root)
         if operation.opcode not in IN_PLACE:
             return 1.0
-        place = 1 if operation.opcode == "dynamic-update-slice" else -1
-        update = computation.operations[operation.operands[place]]
+        number = 1 if operation.opcode == "dynamic-update-slice" else -1
+        update = computation.operations[operation.operands[number]]
         return update.elements / max(operation.elements, 1)
 
 
@@ -319,7 +323,9 @@ def product_flops(computation: Computation, operation: Operation) -> float:
     is_product = operation.opcode in ("convolution", "dot")
     if not (is_product or _GEMM.search(operation.rest)):
         return 0.0
-    left, right, *_ = (one.results[0] for one in computation.operands(operation))
+    operands = list(computation.operands(operation))
+    left = operands[0].results[0]
+    right = operands[1].results[0]
     arrays = left, right, operation.results[0]
     elements = math.prod(array.elements for array in arrays)
     products = math.sqrt(elements / _batch(operation, arrays))
@@ -335,15 +341,15 @@ def _batch(operation: Operation, arrays: tuple[Array, Array, Array]) -> int:
     TPUs print them as windows over an axis that all three arrays have.
     """
     if operation.opcode != "convolution":
-        found = _BATCH.search(operation.rest)
-        axes = re.findall(r"\d+", found[1]) if found else []
+        batch = _BATCH.search(operation.rest)
+        axes = re.findall(r"\d+", batch[1]) if batch else []
         return math.prod(arrays[0].sizes[int(axis)] for axis in axes)
     labels = _LABELS.search(operation.rest).groups()
-    lengths = [
-        {
-            array.sizes[letters.index(str(axis))]
-            for array, letters in zip(arrays, labels, strict=True)
-        }
-        for axis in range(len(labels[0]) - 2)
-    ]
-    return math.prod(found.pop() for found in lengths if len(found) == 1)
+    count = 1
+    for axis in range(len(labels[0]) - 2):
+        sizes = set()
+        for array, letters in zip(arrays, labels, strict=True):
+            sizes.add(array.sizes[letters.index(str(axis))])
+        if len(sizes) == 1:
+            count *= sizes.pop()
+    return count

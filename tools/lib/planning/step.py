@@ -85,7 +85,8 @@ class Step:
 
     def work(self) -> StepWork:
         """Returns the work of a step whose rows are documents; without padding."""
-        data, windows = self.run.config.data, self.run.sizes.attention_windows
+        data = self.run.config.data
+        windows = self.run.sizes.attention_windows
         pairs = [
             row.seen_within(window).pairs for row in self.run.rows for window in windows
         ]
@@ -214,7 +215,9 @@ def longest_context(
     Returns:
       The longest that was tried and fits; 0 if none does.
     """
-    low, high, peaks = 0, math.inf, {}
+    low = 0
+    high = math.inf
+    peaks: dict[int, int] = {}
     context = max(unit, first // unit * unit)
     for tries in range(1, MOST_TRIES + 1):
         if (peak := peak_of(context)) is not None:
@@ -223,7 +226,8 @@ def longest_context(
             low = context
         else:
             high = context
-        step, guess = precision(low, unit), _guess(peaks, context, limit)
+        step = precision(low, unit)
+        guess = _guess(peaks, context, limit)
         if high == math.inf:
             # At least a step: what the line excludes must be shown to fail.
             guess = max(min(guess, LARGEST_GROWTH * low, MOST_TOKENS), low + step)
@@ -243,7 +247,7 @@ def longest_context(
 
 def _guess(peaks: Mapping[int, int], last: int, limit: float) -> float:
     """Estimates the context whose memory meets the limit; last: that was tried."""
-    known = sorted(peaks.items(), key=lambda one: (abs(one[1] - limit), -one[0]))
+    known = sorted(peaks.items(), key=lambda tried: (abs(tried[1] - limit), -tried[0]))
     if not known:
         return last / 2
     near, peak = known[0]

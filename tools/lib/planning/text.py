@@ -17,6 +17,20 @@ RING_NAME = f"{TRANSFER} (ring)"
 SENT = "{:26s} {:>7s}  {:>10s}  {:>12s}  {:>9s}  {:>10s}  {:>9s}"
 """Format of a row of communication."""
 
+SENT_HEAD = (
+    "sent by a device in a step   times  bytes each  bytes in all       time  "
+    "   exposed     waited"
+)
+
+MESH = (
+    "{mesh} {memory:>9s}{mark:1s} {kernels:>7s} {others:>7s} {waits:>7s} {step:>7s}  "
+    "{ring}"
+)
+"""Format of a row of a suggested mesh."""
+
+MESH_HEAD = f"{' '.join(MESH_AXES)}    memory  kernels  others   waits    step  "
+MESH_HEAD += "layout, ring"
+
 WIDTH = 100
 """Columns of what is printed."""
 
@@ -34,11 +48,7 @@ def describe(plan: Plan) -> list[str]:
         f"compiled in {plan.compile_seconds:.0f} s, with {size(plan.planner_bytes)} of "
         "this machine's memory",
     ]
-    return lines + [
-        *_memory_lines(plan),
-        *_sent_lines(plan),
-        *_estimate_lines(plan),
-    ]
+    return lines + _memory_lines(plan) + _sent_lines(plan) + _estimate_lines(plan)
 
 
 def _memory_lines(plan: Plan) -> list[str]:
@@ -64,22 +74,20 @@ def _memory_lines(plan: Plan) -> list[str]:
 def _documents(plan: Plan) -> str:
     if not plan.documents:
         return ""
-    named = (n if isinstance(n, str) else f"{n:,}" for n in plan.documents)
-    return f" in documents of {', '.join(named)}"
+    names = [n if isinstance(n, str) else f"{n:,}" for n in plan.documents]
+    return f" in documents of {', '.join(names)}"
 
 
 def _sent_lines(plan: Plan) -> list[str]:
     if not plan.collectives:
         return ["", "sent by a device in a step: nothing"]
-    head = "times", "bytes each", "bytes in all", "time", "exposed", "waited"
-    lines = ["", SENT.format("sent by a device in a step", *head).rstrip()]
+    lines = ["", SENT_HEAD]
     chip = chip_of(plan.topology, plan.device_kind)
-    lines += [_sent_line(plan, kind, chip) for kind in plan.collectives]
-    lines += [
-        f"  {kind.name}: {_why_exposed(plan, kind)}"
-        for kind in plan.collectives
-        if kind.exposed_bytes
-    ]
+    for kind in plan.collectives:
+        lines.append(_sent_line(plan, kind, chip))
+    for kind in plan.collectives:
+        if kind.exposed_bytes:
+            lines.append(f"  {kind.name}: {_why_exposed(plan, kind)}")
     if plan.unknown_loops:
         lines.append(f"  {plan.unknown_loops} loops of unknown length counted once")
     return lines
@@ -87,16 +95,19 @@ def _sent_lines(plan: Plan) -> list[str]:
 
 def _sent_line(plan: Plan, kind: Kind, chip: Chip) -> str:
     rate = bytes_per_second(chip, kind.name, plan.ways)
-    exposed = "none", ""
+    exposed = "none"
+    waited = ""
     if kind.exposed_bytes:
-        exposed = size(kind.exposed_bytes), seconds(kind.exposed_bytes / rate)
+        exposed = size(kind.exposed_bytes)
+        waited = seconds(kind.exposed_bytes / rate)
     return SENT.format(
         "  " + (RING_NAME if kind.name == TRANSFER else kind.name),
         f"{kind.count:,}",
         size(kind.bytes_sent / kind.count),
         size(kind.bytes_sent),
         seconds(kind.bytes_sent / rate),
-        *exposed,
+        exposed,
+        waited,
     ).rstrip()
 
 
@@ -118,7 +129,8 @@ def _estimate_lines(plan: Plan) -> list[str]:
     if plan.at_cycles != plan.estimate:  # as it is where XLA counts no cycles
         columns["XLA's cycles"] = plan.at_cycles
     tokens = plan.rows * plan.context_tokens
-    each, hours = tokens / plan.devices, 1e9 / tokens * plan.devices / 3600
+    of_device = tokens / plan.devices
+    hours = 1e9 / tokens * plan.devices / 3600
 
     def line(name: str, cells: Iterable[tuple[str, str]]) -> str:
         joined = " ".join(f"{cell:>12s} {share:>7s}" for cell, share in cells)
@@ -130,39 +142,38 @@ def _estimate_lines(plan: Plan) -> list[str]:
     for part, name in names.items():
         if part == "small":
             name += f", {plan.estimate.instructions:,}"
-        found = ((getattr(e, part), e.step) for e in columns.values())
-        cells = ((seconds(count), f"{count / step:.1%}") for count, step in found)
+        cells = []
+        for estimate in columns.values():
+            spent = getattr(estimate, part)
+            cells.append((seconds(spent), f"{spent / estimate.step:.1%}"))
         lines.append(line(f"  {name}", cells))
     rates: dict[str, Callable[[Estimate], str]] = {
         "MFU": lambda e: f"{e.mfu:.1%}",
         "tokens a second": lambda e: f"{tokens / e.step:,.0f}",
-        "tokens a second, of a device": lambda e: f"{each / e.step:,.1f}",
+        "tokens a second, of a device": lambda e: f"{of_device / e.step:,.1f}",
         "device-hours for 1e9 tokens": lambda e: f"{hours * e.step:,.1f}",
     }
-    for name, of in rates.items():
-        lines.append(line(f"  {name}", ((of(e), "") for e in columns.values())))
-    said = textwrap.wrap(f"assuming {plan.estimate.assumption}", WIDTH)
-    return [*lines, *said]
+    for name, rate in rates.items():
+        lines.append(line(f"  {name}", ((rate(e), "") for e in columns.values())))
+    return lines + textwrap.wrap(f"assuming {plan.estimate.assumption}", WIDTH)
 
 
-def describe_meshes(found: Sequence[Suggestion], chip: Chip) -> list[str]:
+def describe_meshes(meshes: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
-    row = "{} {:>9s}{:1s}" + " {:>7s}" * 4 + "  {}"
-    head = "memory", "", "kernels", "others", "waits", "step", "layout, ring"
-    lines = [row.format(" ".join(MESH_AXES), *head)]
-    for one in found:
-        sizes = [one.mesh.get(axis, 1) for axis in MESH_AXES]
-        pairs = zip(MESH_AXES, sizes, strict=True)
-        waits = one.ring_waits + one.other_waits
-        lines.append(
-            row.format(
-                " ".join(f"{size:{len(axis)}d}" for axis, size in pairs),
-                size(one.memory),
-                "" if one.fits else "!",
-                *map(seconds, (one.attention, one.products, waits, one.seconds)),
-                f"{one.layout}, {one.route}",
-            )
+    lines = [MESH_HEAD]
+    for suggested in meshes:
+        sizes = [f"{suggested.mesh.get(axis, 1):{len(axis)}d}" for axis in MESH_AXES]
+        line = MESH.format(
+            mesh=" ".join(sizes),
+            memory=size(suggested.memory),
+            mark="" if suggested.fits else "!",
+            kernels=seconds(suggested.attention),
+            others=seconds(suggested.products),
+            waits=seconds(suggested.ring_waits + suggested.other_waits),
+            step=seconds(suggested.seconds),
+            ring=f"{suggested.layout}, {suggested.route}",
         )
+        lines.append(line)
     return lines + [
         "rule of thumb, best first, estimated and nothing compiled: "
         "tools.lib.planning.meshes",
@@ -184,12 +195,7 @@ def seconds(count: float) -> str:
 
 def size(count: float) -> str:
     """Formats bytes with a unit that suits them."""
-    for unit, length in (
-        ("TiB", 2**40),
-        ("GiB", 2**30),
-        ("MiB", 2**20),
-        ("KiB", 2**10),
-    ):
-        if abs(count) >= length:
-            return f"{count / length:.2f} {unit}"
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(count) >= 2**power:
+            return f"{count / 2**power:.2f} {unit}"
     return f"{count:.0f} B"

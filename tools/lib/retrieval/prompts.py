@@ -91,14 +91,16 @@ class Room:
         taken: tokens of what comes before the draft.
         """
         most = most or int(self.length / (self.count(draw(least)) / least) * 3)
-        low, high, found = least, max(most, 2 * least), least
+        largest = low = least
+        high = max(most, 2 * least)
         while low <= high:
             middle = (low + high) // 2
             if self.count(draw(middle)) + taken + self.generated <= self.length:
-                found, low = middle, middle + 1
+                largest = middle
+                low = middle + 1
             else:
                 high = middle - 1
-        return found
+        return largest
 
     def prompts(
         self, draw: Callable[[int], Prompt], least: int, count: int, **most: int

@@ -60,8 +60,9 @@ def task_row(
       tenths of the prompt, of lines by those that are asked for; not of other tasks.
     """
 
-    def share(some: Sequence[dict[str, Any]]) -> float:
-        return score(match, [r["pred"] for r in some], [r["outputs"] for r in some])
+    def share(rows: Sequence[dict[str, Any]]) -> float:
+        texts = [row["pred"] for row in rows]
+        return score(match, texts, [row["outputs"] for row in rows])
 
     row = {"task": task, "length": length, "samples": len(predictions)}
     row["score"] = share(predictions)
@@ -84,17 +85,19 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     length is the largest with a score above the threshold, None without one.
     """
     lengths = sorted({row["length"] for row in rows})
-    means = {n: fmean(r["score"] for r in rows if r["length"] == n) for n in lengths}
-    scores, weights = [*means.values()], np.arange(1, len(means) + 1)
+    means = {}
+    for length in lengths:
+        means[length] = fmean(row["score"] for row in rows if row["length"] == length)
+    scores = list(means.values())
+    weights = np.arange(1, len(means) + 1)
+    effective = [length for length in lengths if means[length] > THRESHOLD]
     return {
         "tasks": len({row["task"] for row in rows}),
         "by_length": means,
         "average": float(np.mean(scores)),
         "weighted_to_long": float(np.average(scores, weights=weights)),
         "weighted_to_short": float(np.average(scores, weights=weights[::-1])),
-        "effective_length": max(
-            (n for n in means if means[n] > THRESHOLD), default=None
-        ),
+        "effective_length": max(effective, default=None),
     }
 
 
@@ -103,38 +106,39 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
     A star is beside what is above RULER's threshold.
     """
-    found = summary(rows)
-    means, tasks = found["by_length"], found["tasks"]
+    summed = summary(rows)
+    means = summed["by_length"]
     texts = {"tokens": [f"{length:,} " for length in means]}
-    texts |= {row["task"]: ["- "] * len(means) for row in rows}
     for row in rows:
-        texts[row["task"]][[*means].index(row["length"])] = f"{row['score']:.1f} "
+        of_task = texts.setdefault(row["task"], ["- "] * len(means))
+        of_task[[*means].index(row["length"])] = f"{row['score']:.1f} "
     texts["average"] = [f"{m:.1f}{' *'[m > THRESHOLD]}" for m in means.values()]
-    effective = found["effective_length"]
-    return "\n".join(
-        [
-            *(
-                f"{name:<18}{''.join(f'{text:>11}' for text in row)}".rstrip()
-                for name, row in texts.items()
-            ),
-            f"tasks: {tasks} (RULER's table has {PUBLISHED_TASKS}); average "
-            f"{found['average']:.1f}, weighted to long "
-            f"{found['weighted_to_long']:.1f}, to short "
-            f"{found['weighted_to_short']:.1f}",
-            f"effective length: {f'{effective:,} tokens' if effective else 'none'} "
-            f"(the longest above {THRESHOLD})",
-        ]
+    lines = []
+    for name, cells in texts.items():
+        lines.append((f"{name:<18}" + "".join(map("{:>11}".format, cells))).rstrip())
+    lines.append(
+        f"tasks: {summed['tasks']} (RULER's table has {PUBLISHED_TASKS}); average "
+        f"{summed['average']:.1f}, weighted to long "
+        f"{summed['weighted_to_long']:.1f}, to short "
+        f"{summed['weighted_to_short']:.1f}"
     )
+    effective = summed["effective_length"]
+    longest = f"{effective:,} tokens" if effective else "none"
+    lines.append(f"effective length: {longest} (the longest above {THRESHOLD})")
+    return "\n".join(lines)
 
 
 def depths(rows: Sequence[dict[str, Any]]) -> str:
     """Returns scores by depth of the tasks that have some, lengths across, as text."""
-    found: dict[tuple[str, float], dict[int, float]] = {}
+    shown: dict[tuple[str, float], dict[str, Any]] = {}
+    lengths = set()
     for row in rows:
         for depth, share in row.get("by_depth", ()):
-            found.setdefault((row["task"], depth), {})[row["length"]] = share
-    lengths = sorted({length for scores in found.values() for length in scores})
+            first = {"task": row["task"], "depth": depth, "of": {}}
+            of_depth = shown.setdefault((row["task"], depth), first)
+            of_depth["of"][row["length"]] = share
+            lengths.add(row["length"])
     columns = {"task": "{task}", "depth": "{depth:.0%}"}
-    columns |= {f"{length:,}": f"{{of[{length}]:.1f}}" for length in lengths}
-    shown = [{"task": t, "depth": d, "of": scores} for (t, d), scores in found.items()]
-    return rows_as_text(shown, columns) if shown else ""
+    for length in sorted(lengths):
+        columns[f"{length:,}"] = f"{{of[{length}]:.1f}}"
+    return rows_as_text(list(shown.values()), columns) if shown else ""

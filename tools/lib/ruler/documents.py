@@ -26,8 +26,10 @@ class Documents:
     def __init__(
         self, seed: int, questions: Sequence[Question], documents: Sequence[str]
     ):
-        self.seed, self.rng = seed, random.Random(seed)
-        self.questions, self.documents = questions, documents
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.questions = questions
+        self.documents = documents
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
         if count > len(self.questions):
@@ -41,7 +43,8 @@ class Documents:
 
     def draw(self, question: Question, size: int) -> Prompt:
         """Draws the prompt of a question among `size` documents."""
-        needed, related = [*question.needed], [*question.related]
+        needed = list(question.needed)
+        related = list(question.related)
         others = size - len(needed)
         if size >= len(self.documents):
             times = -(-size // len(self.documents))
@@ -50,10 +53,10 @@ class Documents:
             if others > len(related):
                 taken = {*needed, *related}
                 pool = [i for i in range(len(self.documents)) if i not in taken]
-                more = related + self.rng.sample(pool, others - len(related))
+                related += self.rng.sample(pool, others - len(related))
             else:
-                more = self.rng.sample(related, others)
-            shown = [self.documents[number] for number in needed + more]
+                related = self.rng.sample(related, others)
+            shown = [self.documents[number] for number in needed + related]
         random.Random(self.seed).shuffle(shown)
         context = "\n\n".join(
             f"Document {number}:\n{text}" for number, text in enumerate(shown, 1)

@@ -43,16 +43,18 @@ class CommonWords:
     """
 
     def __init__(self, seed: int, english: Sequence[str] = ()):
-        self.seed, self.rng = seed, random.Random(seed)
-        self.words, self.english = single_words(seed), english
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.words = single_words(seed)
+        self.english = english
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
-        short, long = ((20, 3, 1), (6, 1)), ((40, 10, 3), (30, 3))
-        example, repeats = short if room.is_short else long
+        words, often, seldom = (20, 3, 1) if room.is_short else (40, 10, 3)
+        times = 2 if room.is_short else 3  # as often as in the example
 
         def draw(size: int) -> Prompt:
-            shown, common = self._list(*example)
-            context, outputs = self._list(size, *repeats)
+            shown, common = self._list(words, often, seldom)
+            context, outputs = self._list(size, times * often, seldom)
             first = f"{LIST.format(context=shown)}{LIST_ANSWER} {numbered(common)}\n"
             text = first + LIST.format(context=context)
             return Prompt(text, LIST_ANSWER, tuple(outputs))
@@ -80,11 +82,13 @@ class FrequentWords:
     """Draws texts of made-up words, whose counts fall with the square of their rank."""
 
     def __init__(self, seed: int):
-        self.seed, self.rng = seed, random.Random(seed)
+        self.seed = seed
+        self.rng = random.Random(seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
         most = room.length - room.generated
-        kinds, step = most // 50, most // 32
+        kinds = most // 50
+        step = most // 32
         if kinds < 4:  # dots, and three words that are asked for
             raise ValueError(
                 f"{room.length} tokens are too few for four coded words: ask for at "

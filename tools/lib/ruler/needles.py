@@ -65,15 +65,20 @@ class Needles:
 
     def draw(self, size: int) -> Prompt:
         """Draws a prompt with `size` sentences, needles or words of haystack."""
-        keys, values, needles = [], [], []
+        drawn: list[tuple[str, list[str]]] = []
+        needles = []
         for _ in range(self.keys):
-            keys.append(self._draw(self.key_kind))
-            values.append([self._draw(self.kind) for _ in range(self.values)])
-            needles += [self._needle(keys[-1], value) for value in values[-1]]
+            key = self._draw(self.key_kind)
+            values = [self._draw(self.kind) for _ in range(self.values)]
+            drawn.append((key, values))
+            needles += [self._needle(key, value) for value in values]
         random.Random(self.seed).shuffle(needles)
         context = self._context(size, needles)
-        asked = self.rng.sample(range(self.keys), self.asked)
-        names, outputs = [keys[i] for i in asked], [v for i in asked for v in values[i]]
+        names = []
+        outputs = []
+        for key, values in self.rng.sample(drawn, self.asked):
+            names.append(key)
+            outputs += values
         query = ", ".join(names[:-1]) + ", and " + names[-1] if names[1:] else names[0]
         is_one = self.asked * self.values == 1
         parts = {
@@ -101,20 +106,19 @@ class Needles:
         if isinstance(self.haystack, Essays):
             sentences = self.haystack.sentences(size)
             depths = self.rng.sample(DEPTHS, len(needles))
-            places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
-            starts = [0, *places]
+            ends = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
             parts = []
-            for start, end, needle in zip(starts, places, needles, strict=False):
+            start = 0
+            for end, needle in zip(ends, needles, strict=True):
                 parts += [" ".join(sentences[start:end]), needle]
-            return " ".join([*parts, " ".join(sentences[places[-1] :])])
+                start = end
+            return " ".join([*parts, " ".join(sentences[start:])])
+        lines = [self.haystack] * size
         if self.haystack == NEEDLE:
-            drawn = (
-                (self._draw(self.key_kind), self._draw(self.kind)) for _ in range(size)
-            )
-            lines = [self._needle(*pair) for pair in drawn]
-        else:
-            lines = [self.haystack] * size
-        places = sorted(self.rng.sample(range(size), len(needles)), reverse=True)
-        for place, needle in zip(places, needles, strict=True):
-            lines.insert(place, needle)
+            for number in range(size):
+                key = self._draw(self.key_kind)
+                lines[number] = self._needle(key, self._draw(self.kind))
+        numbers = sorted(self.rng.sample(range(size), len(needles)), reverse=True)
+        for number, needle in zip(numbers, needles, strict=True):
+            lines.insert(number, needle)
         return "\n".join(lines)

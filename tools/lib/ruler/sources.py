@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,7 +81,7 @@ def _read[T](
         raise FileNotFoundError(f"there is no file {path} of {what}")
     content = path.read_bytes()
     try:
-        found = parse(content)
+        parsed = parse(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} must be the published file of {what}, or one like it "
@@ -89,8 +89,8 @@ def _read[T](
         ) from error
     own = hashlib.sha256(content).hexdigest()
     is_rulers = own == digest if digest else path.name == ESSAYS
-    said = f"RULER's {what}: {path.name} (sha256 {own[:12]})"
-    return found, said if is_rulers else f"not {said}"
+    label = f"RULER's {what}: {path.name} (sha256 {own[:12]})"
+    return parsed, label if is_rulers else f"not {label}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,14 +159,16 @@ class Pairs(Sequence[str]):
         self._nouns = sorted(set(nouns))
         self._blocks: list[str | list[str]] = []
         prefixes = sorted({f"{adjective}-" for adjective in adjectives})
+        sizes = []
         for _, same in groupby(prefixes, lambda prefix: prefix.partition("-")[0]):
-            group = [*same]
-            mixed = (prefix + noun for prefix in group for noun in self._nouns)
-            self._blocks.append(sorted(set(mixed)) if group[1:] else group[0])
-        sizes = (
-            len(self._nouns if isinstance(block, str) else block)
-            for block in self._blocks
-        )
+            group = list(same)
+            if len(group) == 1:
+                self._blocks.append(group[0])
+                sizes.append(len(self._nouns))
+            else:
+                mixed = {prefix + noun for prefix in group for noun in self._nouns}
+                self._blocks.append(sorted(mixed))
+                sizes.append(len(mixed))
         self._ends = list(accumulate(sizes))
 
     def __len__(self) -> int:
@@ -174,9 +176,9 @@ class Pairs(Sequence[str]):
 
     def __getitem__(self, index):  # as of Sequence
         number = bisect.bisect_right(self._ends, index)
-        place = index - (self._ends[number - 1] if number else 0)
+        index -= self._ends[number - 1] if number else 0
         block = self._blocks[number]
-        return block + self._nouns[place] if isinstance(block, str) else block[place]
+        return block + self._nouns[index] if isinstance(block, str) else block[index]
 
 
 @cache
@@ -188,7 +190,7 @@ def pairs() -> Pairs:
 def single_words(seed: int) -> list[str]:
     """Returns all words once, shuffled by the seed."""
     kinds = "noun", "adjective", "verb"
-    words = sorted({word for kind in kinds for word in wonderwords(kind)})
+    words = sorted(set(chain.from_iterable(map(wonderwords, kinds))))
     random.Random(seed).shuffle(words)
     return words
 
@@ -227,31 +229,32 @@ def squad(content: Any) -> Asked:
     """Returns the questions of a SQuAD file; without impossible ones."""
     articles = [article["paragraphs"] for article in content["data"]]
     texts = sorted({text["context"] for article in articles for text in article})
-    number = {text: place for place, text in enumerate(texts)}
+    number_of = {text: number for number, text in enumerate(texts)}
     questions = []
     for article in articles:
-        numbers = [number[text["context"]] for text in article]
-        for text, mine in zip(article, numbers, strict=True):
-            related = tuple(other for other in numbers if other != mine)
+        numbers = [number_of[text["context"]] for text in article]
+        for text, own in zip(article, numbers, strict=True):
+            related = tuple(other for other in numbers if other != own)
             for asked in text["qas"]:
                 if not asked.get("is_impossible", False):
                     answers = tuple(answer["text"] for answer in asked["answers"])
-                    one = Question(asked["question"], answers, (mine,), related)
-                    questions.append(one)
+                    question = Question(asked["question"], answers, (own,), related)
+                    questions.append(question)
     return questions, texts
 
 
 def hotpotqa(content: Any) -> Asked:
     """Returns the questions of a HotpotQA file."""
-    shown = [
-        [f"{title}\n{''.join(lines)}" for title, lines in asked["context"]]
-        for asked in content
-    ]
-    texts = sorted({text for some in shown for text in some})
-    number = {text: place for place, text in enumerate(texts)}
+    shown = []
+    for asked in content:
+        shown.append(
+            [f"{title}\n{''.join(lines)}" for title, lines in asked["context"]]
+        )
+    texts = sorted(set(chain.from_iterable(shown)))
+    number_of = {text: number for number, text in enumerate(texts)}
     questions = []
-    for asked, some in zip(content, shown, strict=True):
-        needed = tuple(number[text] for text in some)
+    for asked, of_question in zip(content, shown, strict=True):
+        needed = tuple(map(number_of.__getitem__, of_question))
         questions.append(Question(asked["question"], (asked["answer"],), needed))
     return questions, texts
 
@@ -260,9 +263,9 @@ def read_questions(path: Path, form: Callable[[Any], Asked]) -> Asked:
     """Reads a file of the form `squad` or `hotpotqa`; raises as `_read`."""
 
     def parse(content: bytes) -> Asked:
-        found = form(parse_json(content))
-        if not found[0]:
+        questions, documents = form(parse_json(content))
+        if not questions:
             raise ValueError("it has no questions")
-        return found
+        return questions, documents
 
     return _read(path, f"{form.__name__} questions", parse)[0]

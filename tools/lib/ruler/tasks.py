@@ -31,21 +31,25 @@ class Lines:
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
         for number in range(count):
-            yield self._draw(room, *divmod(number, len(DEPTHS)))
+            sample, depth = divmod(number, len(DEPTHS))
+            yield self._draw(room, sample, depth)
 
-    def _draw(self, room: Room, sample: int, place: int) -> Prompt:
-        form, depth, tokens = self.form, DEPTHS[place], room.length - room.generated
+    def _draw(self, room: Room, sample: int, depth_number: int) -> Prompt:
+        form = self.form
+        depth = DEPTHS[depth_number]
+        tokens = room.length - room.generated
 
         def ask(record: Record) -> Prompt:
             """Asks for the line that is nearest to the depth."""
             line = round(depth * (len(record.names) - 1))
-            name, number = record.names[line], record.numbers[line]
+            name = record.names[line]
+            number = record.numbers[line]
             text = record.text + form.question.format(name=name)
             answer = form.answer.format(number=number)
             draft = Prompt(text, form.cue.format(name=name), (answer,), depth=depth)
             return draft._replace(length=room.count(draft) + room.count(answer))
 
-        rng = np.random.default_rng([0, tokens, place, sample])
+        rng = np.random.default_rng([0, tokens, depth_number, sample])
         return ask(record_of_length(form, tokens, rng, lambda r: ask(r).length))
 
 
@@ -70,7 +74,7 @@ class Task:
     beyond: int = 0
 
     def has_its_file(self, sources: Sources) -> bool:
-        """Whether the file that it needs is there, if any."""
+        """Returns whether the file that it needs is there, if any."""
         return not self.needs or getattr(sources, self.needs) is not None
 
 
@@ -87,7 +91,8 @@ def _questions(name: str, form: Callable) -> Task:
     """Returns a task of questions, of the file that is called so."""
 
     def make(seed: int, sources: Sources) -> Recipe:
-        return Documents(seed, *read_questions(getattr(sources, name), form))
+        questions, documents = read_questions(getattr(sources, name), form)
+        return Documents(seed, questions, documents)
 
     return Task(32, make, name, match_part)
 

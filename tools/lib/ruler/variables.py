@@ -38,7 +38,8 @@ class Variables:
     """Draws prompts. Values are of a stream of their own."""
 
     def __init__(self, seed: int):
-        self.rng, self.values = random.Random(seed), np.random.RandomState(seed)
+        self.rng = random.Random(seed)
+        self.values = np.random.RandomState(seed)
 
     def prompts(self, room: Room, count: int) -> Iterator[Prompt]:
         first = replace(room, length=EXAMPLE_TOKENS, generated=0)
@@ -82,9 +83,9 @@ class Variables:
         links = [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
         chain = [f"VAR {names[0]} = {value}", *links]
         lines = [NOISE] * size
-        places = sorted(self.rng.sample(range(size), len(chain)))
-        for number, (place, link) in enumerate(zip(places, chain, strict=True)):
-            lines.insert(place + number, link)
+        numbers = sorted(self.rng.sample(range(size), len(chain)))
+        for inserted, (number, link) in enumerate(zip(numbers, chain, strict=True)):
+            lines.insert(number + inserted, link)
         question = QUESTION.format(context="\n".join(lines), value=value)
         return Prompt(
             question, ANSWER.format(count=len(names), value=value), tuple(names)
