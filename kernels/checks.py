@@ -250,6 +250,7 @@ def clipped(bound: Array, num_keys: int) -> Array:
     """Clips a bound to [0, num_keys]: int32, and in NumPy where it is known."""
     values = known(bound)
     if values is not None:
+        # Wide first: narrow ones cannot count the keys, and int32 would wrap around.
         return values.astype(np.int64).clip(0, num_keys).astype(np.int32)
     if bound.dtype.itemsize < 4:
         bound = bound.astype(jnp.int32)

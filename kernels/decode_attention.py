@@ -113,6 +113,7 @@ class CachedAttention:
         _check_within(f"the first slot of {new.shape[1]} tokens", slot, last + 1)
 
         def local(stack, new, layer, member, slot):
+            # Every member runs this: the others write what they have.
             start = layer, 0, slot, *(0,) * (stack.ndim - 3)
             old = lax.dynamic_slice(stack, start, (1, *new.shape))
             mine = lax.axis_index(self._axes.ring) == member
@@ -243,6 +244,8 @@ def _of_live_slots(
         mask = in_interval(k_start, index[:, None, :slots], k_end)
         return masked(q, k, v, mask.any(axis=0), scores)  # (B, m, slots)
 
+    # Slots fill up from the first: a switch among a few lengths reads up to twice the
+    # live ones, and compiles as many programs.
     few = q.shape[1] <= FEW_TOKENS
     sizes = _sizes(index.shape[1]) if few else [index.shape[1]]
     live = _live_slots(index, bounds[1])

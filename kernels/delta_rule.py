@@ -57,6 +57,7 @@ def gated_delta(
     operands = q, k, v, log_decay, beta, is_first[..., None]
     q, k, v, log_decay, beta, is_first = map(chunks, operands)
     document = jnp.cumsum(is_first, axis=-1)  # (…, 1, C)
+    # A first token's decay is of a state that it does not see.
     log_decay = jnp.where(is_first > 0, 0, log_decay)
     total = jnp.cumsum(log_decay, axis=-1)  # (…, H, C)
     # Summed for each pair: differences of long sums would lose digits.
@@ -69,6 +70,7 @@ def gated_delta(
     scores = decay * product("...id,...jd->...ij", q, k)
     system = decay * beta[..., None] * product("...id,...jd->...ij", k, k)
     written = jnp.concatenate([v, kept * k], axis=-1) * beta[..., None]
+    # Each write needs those before it in the chunk: (I + system) u = written.
     solve = functools.partial(solve_triangular, lower=True, unit_diagonal=True)
     own, read = jnp.split(solve(system, written), [v.shape[-1]], axis=-1)
     own = jnp.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, values - v.shape[-1])])

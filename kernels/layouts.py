@@ -81,6 +81,7 @@ class Striped:
     def count(
         self, shard: Number, bound: Array, ring_size: int, shard_length: int
     ) -> Array:
+        # Whole rounds before the bound, and what the last one has of the shard's block.
         period = ring_size * self.granule  # tokens between two blocks of a shard
         rest = (bound % period - shard * self.granule).clip(0, self.granule)
         return (bound // period * self.granule + rest).clip(0, shard_length)

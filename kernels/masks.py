@@ -98,6 +98,7 @@ class Mask:
             index = index.astype(np.int32)
         index = index[None] if index.ndim == 1 else index
         keys = whole_number("key_length", key_length, 0)
+        # Narrow indices would wrap around where there are more keys than they count.
         keys = min(keys, int(jnp.iinfo(index.dtype).max))
         bounds = self.bounds(index, keys)
         _, *bounds = namespace(index).broadcast_arrays(index, *bounds)
@@ -291,6 +292,8 @@ def padding(real_length: int | Array) -> Mask:
     def bounds(index: Array, keys: int) -> tuple[Array, int | Array]:
         del keys
         length = _as_index(real_length, index)
+        # Queries of padding see an empty interval that begins at their own index:
+        # at 0 the starts would decrease along the sequence.
         return namespace(index).where(index < length, 0, index), length
 
     return Mask(bounds, (real_length,))
@@ -320,7 +323,7 @@ def segments(ids: Array) -> Mask:
     edge = ids[:, 1:] != ids[:, :-1]
     yes = xp.ones_like(ids[:, :1], dtype=bool)
     decreases = ()
-    if known(ids) is None:
+    if known(ids) is None:  # else they were checked above
         decreases = ((ids[:, 1:] < ids[:, :-1]).any(axis=1),)
     starts = xp.where(xp.concatenate([yes, edge], axis=1), tokens, 0)
     ends = xp.where(xp.concatenate([edge, yes], axis=1), tokens + 1, ids.shape[-1])

@@ -71,6 +71,7 @@ def across_slices(shape: Shape, num_slices: int) -> Shape:
     """Returns the number of slices along each axis."""
     across = [1] * len(AXES)
     left = num_slices
+    # From the axis that talks least on: what is left over for the ring is little.
     for axis in range(RING + 1):
         across[axis] = math.gcd(shape[axis], left)
         left //= across[axis]

@@ -91,9 +91,12 @@ def over_heads(
         begin = lax.axis_index(axis_name) * own
         padded = _with_zeros(sinks, 0, kv_heads, way)
         sinks = lax.dynamic_slice_in_dim(padded, begin, own)
-    bounds = jnp.stack([k_start, k_end])  # one gather for both
+    # Every device has all slots of its heads now, so it needs all rows' bounds; one
+    # gather takes both.
+    bounds = jnp.stack([k_start, k_end])  # (2, m, B or 1, L / U)
     k_start, k_end = lax.all_gather(bounds, axis_name, axis=3, tiled=True)
     out, lse = attend(q, k, v, sinks, k_start, k_end)  # (B, L, H' / U, D)
+    # What zero heads have computed goes: it is cut off behind the exchange.
     out = swap(out, split_axis=1, concat_axis=2)  # (B, L / U, H', D)
     lse = swap(lse, split_axis=2, concat_axis=1)  # (B, H', L / U)
     sizes = heads // kv_heads, kv_heads
