@@ -15,6 +15,7 @@ import ml_collections
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from configs import agents as agents_config
 from data.json_text import parse_json, short
@@ -132,13 +133,17 @@ def _by_world(results: dict[str, Any]) -> dict[str, Any]:
             )
         # Rows that do not name their worlds are of one each.
         of_rows = np.array(results.get("worlds", range(len(returns))))
-        outcome["returns"] = of_worlds(returns, of_rows)
+        # Rows of one world stay, for an interval; they are independent of each other.
+        is_one = len(np.unique(of_rows)) == 1
+        groups = np.arange(len(returns)) if is_one else of_rows
+        outcome["returns"] = of_worlds(returns, groups)
         # The best of a row's episodes, and not of their mean.
         best = returns[:, : max(returns.shape[1] - 1, 1)].max(axis=1)
-        outcome["best_before"] = of_worlds(best, of_rows)
+        outcome["best_before"] = of_worlds(best, groups)
         before = len(outcome["recorded_returns"][0])
         outcome["before"] = before
-        outcome["drawn"] = f"{before} + {returns.shape[1]} episodes, {how}"
+        means = f"{len(outcome['returns'])} worlds or rows"
+        outcome["drawn"] = f"{before} + {returns.shape[1]} episodes, {how}, {means}"
         if not name.startswith(RANDOM):
             CONTEXTS[name]
     results["worlds"] = np.unique(of_rows).tolist()
@@ -182,7 +187,7 @@ def _settings(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_runs(runs: Runs, context: str, part: str = "returns") -> np.ndarray:
-    """Returns what runs have of a context: (runs that have it, worlds, …)."""
+    """Returns what runs have of a context: (runs that have it, worlds or rows, …)."""
     there = [run["contexts"][context] for run in runs if context in run["contexts"]]
     return np.array([outcome[part] for outcome in there], float)
 
@@ -258,7 +263,11 @@ def returns(tasks: dict[str, dict[str, Runs]]) -> Figure:
             axes.set_xlabel(x, color=INK)
             axes.set_ylabel("return", color=INK)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_ylim(bottom=0)
+            # Of an axis with 0, so that a level's label stays below the title.
+            low = min(axes.dataLim.y0, 0)
+            high = max(axes.dataLim.y1, 0)
+            margin = 0.06 * (high - low) or 1
+            axes.set_ylim(low - margin * (low < 0), high + margin)
             below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 1}
             axes.legend(frameon=False, fontsize=8, labelcolor=INK, **below)
     figure.suptitle("Returns, with 95 % intervals", color=INK, fontsize=12)
@@ -273,6 +282,7 @@ def _by_episode(axes: Axes, runs: Runs, colour: str, name: str) -> None:
         low, mean, high = bounds(runs, context)
         episodes = found[0]["before"] + np.arange(1, len(mean) + 1)
         axes.plot(episodes, mean, look, color=colour, label=f"{name}, {words}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if look in "xo":
             error = [mean - low, high - mean]
             axes.errorbar(episodes, mean, error, color=colour, fmt="none", lw=1)
@@ -292,7 +302,8 @@ def _by_drawn(axes: Axes, runs: Runs, colour: str, name: str) -> None:
         low, mean, high = np.array(each).T
         axes.plot(counts, mean, "o-", color=colour, label=name)
         axes.fill_between(counts, low, high, color=colour, alpha=0.12, lw=0)
-        axes.set_xscale("log")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
 
 
 PANELS = {"episode": _by_episode, "drawn episodes read": _by_drawn}

@@ -4,10 +4,10 @@
     python -m tools.pack_minari --dataset annulus/walker-v0 \\
         --trajectories trajectories/walker/rnd/run
 
-The first reads what `minari download` brought, with gymnasium spaces of numbers (Box,
-also in dictionaries) and actions of a Box or of one Discrete number, and writes
-trajectories/minari/D4RL/pen/human-v2; `tools.evaluate exorl` rolls agents out in the
-dataset's own environment. The second writes the steps of the first world. Packed
+The first reads what `minari download` brought, with gymnasium spaces of numbers (also
+in dictionaries and tuples) and actions of a bounded Box or of one Discrete number, and
+writes trajectories/minari/D4RL/pen/human-v2; `tools.evaluate exorl` rolls agents out in
+the dataset's own environment. The second writes the steps of the first world. Packed
 trajectories have no state after the last action: the last one stands there twice.
 """
 
@@ -24,20 +24,42 @@ from tasks.command_line import Parser, as_program
 from tools.lib.exorl.scenes import flat, to_agent
 
 
-def pack(dataset: Any, directory: Path) -> TrajectoryFile:
+def check_spaces(name: str) -> None:
+    """Raises ValueError if Minari, to know a dataset's spaces, would run its code."""
+    from minari.dataset.minari_storage import MinariStorage
+    from minari.storage.datasets_root_dir import get_dataset_path
+
+    about = MinariStorage.read_raw_metadata(Path(get_dataset_path(name)) / "data")
+    if not {"observation_space", "action_space"} <= about.keys():
+        raise ValueError(
+            f"{name} must have an observation_space and an action_space in its "
+            "metadata: without them Minari runs the code that it names as environment"
+        )
+
+
+def pack(dataset: Any, directory: Path, clip: bool = False) -> TrajectoryFile:
     """Packs a `minari.MinariDataset`.
+
+    clip: whether actions outside their Box become the nearest in it.
 
     Raises:
       FileExistsError: something has that name already; it is not touched.
-      ValueError: actions are neither of a Box nor of one Discrete number.
+      ValueError: as `to_agent` and `flat`, with the episode's number.
     """
     about = {"domain": "minari", "task": dataset.id}
     if dataset.env_spec is not None:
         about["environment"] = dataset.env_spec.to_json()
+    space = dataset.action_space
     with TrajectoryWriter(directory, about) as writer:
-        for episode in dataset.iterate_episodes():
-            actions = to_agent(np.asarray(episode.actions), dataset.action_space)
-            seen = flat(episode.observations)[: len(actions)]
+        for number, episode in enumerate(dataset.iterate_episodes()):
+            actions = episode.actions
+            if clip and hasattr(space, "low"):
+                actions = np.clip(actions, space.low, space.high)
+            try:
+                actions = to_agent(actions, space)
+                seen = flat(episode.observations)[: len(actions)]
+            except ValueError as error:
+                raise ValueError(f"episode {number}: {error}") from error
             writer.write(seen, actions, np.asarray(episode.rewards, np.float64))
     return TrajectoryFile.open(directory)
 
@@ -79,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__)
     add = parser.add_argument
+    clip = "pack the nearest action of their Box for those outside"
+    add("--clip-actions", action="store_true", help=clip)
     add("--dataset", required=True, help="Minari's name of it")
     one = parser.add_mutually_exclusive_group(required=True)
     packed = "directory of packed trajectories, to which it is added"
@@ -93,8 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         made = write(TrajectoryFile.open(chosen.trajectories), chosen.dataset)
         print(f"{made.total_episodes:,} episodes written as {made.id}")
         return
+    check_spaces(chosen.dataset)
     dataset = minari.load_dataset(chosen.dataset)
-    print(pack(dataset, chosen.cache / "minari" / chosen.dataset).describe())
+    directory = chosen.cache / "minari" / chosen.dataset
+    print(pack(dataset, directory, chosen.clip_actions).describe())
 
 
 if __name__ == "__main__":

@@ -187,6 +187,29 @@ def test_a_context_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     assert 1e8 < actors.device_memory(device) < 1e13
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "said"),
+    [
+        (
+            [EPISODE_STEPS] * 3,
+            {},
+            "at most 16 steps, and an episode .*=7, got 17 and 3",
+        ),
+        ([EPISODE_STEPS + 1] * 2, {}, "agent.episode_steps=7, got 8 and 8"),
+        ([EPISODE_STEPS + 1, 1], {"drawn": 1}, "episode_steps=7, got 8 and 8"),
+    ],
+    ids=["a third episode", "a long one", "a long prompt"],
+)
+def test_steps_that_a_context_has_no_room_for_are_refused(
+    agent, file, lengths, options, said
+):
+    """Else they would overwrite others, and the returns be printed."""
+    lengths = {number: [steps] * ROWS for number, steps in enumerate(lengths)}
+    scenes = episodes(*lengths, lengths=lengths)
+    with pytest.raises(ValueError, match=said):
+        played(agent, file, scenes=scenes, **options)
+
+
 def choice(actions: Actions, temperature: float = 1, hold: int = 1) -> Choice:
     return Choice(actions, temperature, np.random.default_rng(0), hold)
 

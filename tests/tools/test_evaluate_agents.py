@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identi
 from tasks.exorl import AgentRun
 from tests.cases import pairs
 from tests.pages import ROOT
+from tests.small import gymnasium
 from tests.small.agents import SMALL, drawn
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.play import contexts
@@ -198,6 +200,51 @@ def test_bad_input_is_refused_with_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error
     assert not output.exists()
+
+
+def recorded(directory: Path, **fields: object) -> TrajectoryFile:
+    """Trajectories of the cart-pole's shapes, of an environment of gymnasium."""
+    environment = json.dumps(gymnasium.SPEC | fields)
+    about = {"domain": "minari", "task": "any", "environment": environment}
+    with TrajectoryWriter(directory, about) as writer:
+        for _ in range(12):
+            writer.write(np.zeros((4, 5)), np.zeros((4, 1)), np.zeros(4))
+    return TrajectoryFile.open(directory)
+
+
+@pytest.mark.parametrize(("fields", "said"), pairs("agents.txt", "spec"))
+def test_a_recorded_environment_is_refused_before_its_code_runs(
+    task, tmp_path, monkeypatch, capsys, fields, said
+):
+    for name, module in gymnasium.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    ran = tmp_path / "ran"
+    fields = json.loads(fields.replace("RAN", str(ran)))
+    file = recorded(tmp_path / "trajectories", **fields)
+    flag = f"--config.data.trajectories={file.directory}"
+    assert main([*task[1], flag, "--output", str(tmp_path / "x.json")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+    assert not ran.exists()
+
+
+def test_code_that_is_named_as_trusted_runs(task, tmp_path, monkeypatch, capsys):
+    for name, module in gymnasium.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    known = {"name": "x", "entry_point": "tests.small.gymnasium:Wrapper", "kwargs": {}}
+    touch = "tests.small.gymnasium:touch"
+    own = recorded(tmp_path / "own", additional_wrappers=[known])
+    assert len(scene(own, np.zeros(3, int)).environments) == 3
+    path = {"path": str(tmp_path / "ran")}
+    fields = {"entry_point": touch, "kwargs": path, "max_episode_steps": 5}
+    file = recorded(tmp_path / "other", **fields)
+    with pytest.raises(ValueError, match="gymnasium's own"):
+        scene(file, np.zeros(1, int), ["tests.small.gymnasium:Ramp", "touch"])
+    flags = [*task[1], f"--config.data.trajectories={file.directory}"]
+    flags += ["--trust-entry-point", "other:Code", "--trust-entry-point", touch]
+    assert main([*flags, "--output", str(tmp_path / "x.json")]) == 1
+    assert "episode_steps=4 must be at least 5" in capsys.readouterr().err
+    assert (tmp_path / "ran").exists()
 
 
 def test_intervals_hold_the_mean_and_are_as_wide_as_theory_has_it():

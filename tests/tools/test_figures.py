@@ -80,6 +80,38 @@ def test_seeds_make_one_curve_and_rows_of_one_world_one_value(tmp_path):
     assert right.lines[0].get_xydata().tolist() == [[4, 5], [10, 8]]
 
 
+def test_of_one_world_intervals_are_of_its_rows(tmp_path):
+    """Also with one seed; and words lie neither on others nor on a power of ten."""
+    drawn = {"random_1": [[8.0], [9.0], [8.5]], "random_16": [[9.0]] * 3}
+    made = {"worlds": [7] * 3, "references": {}, "target": 9.5}
+    rows = [[8.0, 9.0], [8.5, 8.0], [9.0, 9.5]]
+    one = results(rows, contexts=drawn, **made)
+    tasks = read(tmp_path, one)
+    ((_, runs),) = tasks["walk"].items()
+    low, mean, high = bounds(runs, "own")
+    found = interval(np.array([8.0, 8.5, 9.0]))
+    assert (low[0], mean[0], high[0]) == (found["low"], 8.5, found["high"])
+    assert low[0] < 8.2 and high[0] > 8.8
+    over = last_over(runs)
+    found = interval(np.array([1.0, -0.5, 0.5]))
+    assert over["its first"] == over["the best before"] == found
+    figure = returns(tasks)
+    figure.canvas.draw()
+    for axes in figure.axes:
+        (level,) = axes.texts
+        assert not level.get_window_extent().overlaps(axes.title.get_window_extent())
+        first, last = axes.get_xlim()
+        ticks = {tick.get_position()[0]: tick for tick in axes.get_xticklabels()}
+        shown = [tick.get_text() for x, tick in ticks.items() if first <= x <= last]
+        assert len(shown) > 1 and all(text.isdigit() for text in shown)
+    # What is below 0 is shown too.
+    below = results((-np.array(rows)).tolist(), **made | {"target": -1.0})
+    low, high = returns(read(tmp_path, below)).axes[0].get_ylim()
+    assert low < -9.5 and high > 0
+    with pytest.raises(ValueError, match="episodes, .*, 2 worlds or rows.* 3 w"):
+        read(tmp_path, one, results(rows[:2], 1, **made | {"worlds": [7] * 2}))
+
+
 DIGESTS = {"trajectories": "a", "parameters": "b"}
 
 

@@ -1,7 +1,8 @@
 """Recorded episodes: of noise in ExoRL's format, of Dark Room, and Minari's, packed."""
 
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,12 +160,13 @@ def test_files_of_rooms_have_worlds_targets_and_a_learner_that_learns(tmp_path):
 
 # Spaces of gymnasium as agents see them, and Minari's episodes.
 
-BOX = SimpleNamespace(
-    low=np.array([[-2.0, 0.0]]),
-    high=np.array([[2.0, 4.0]]),
-    shape=(1, 2),
-    dtype=np.dtype(np.float32),
-)
+
+def box(low, high, dtype=np.float32):
+    low, high = np.array(low, dtype), np.array(high, dtype)
+    return SimpleNamespace(low=low, high=high, shape=low.shape, dtype=low.dtype)
+
+
+BOX = box([[-2.0, 0.0]], [[2.0, 4.0]])
 DISCRETE = SimpleNamespace(n=3, start=1)
 
 
@@ -176,8 +178,79 @@ def test_actions_of_spaces_go_both_ways():
     chosen = to_agent(np.array([1, 3]), DISCRETE)
     assert chosen.tolist() == [[1, 0, 0], [0, 0, 1]]
     assert of_agent(chosen, DISCRETE).tolist() == [1, 3]
-    with pytest.raises(ValueError, match="neither of a Box nor of a Discrete"):
-        to_agent(actions, "a text")
+    # A number with one value has that value, whatever an agent says.
+    constant = box([-1.0, 3.0], [0.7, 3.0])
+    one = to_agent(np.array([[0.7, 3.0]]), constant)  # of float64
+    np.testing.assert_allclose(one, [[1.0, -1.0]], rtol=1e-6)
+    np.testing.assert_allclose(of_agent(-one, constant), [[-1.0, 3.0]], rtol=1e-6)
+    # Whole numbers come back, also where their range is too wide for their type.
+    whole = box([-128], [127], np.int8)
+    every = np.arange(-128, 128, dtype=np.int8)[:, None]
+    agents = to_agent(every, whole)
+    assert (agents[0], agents[-1]) == (-1, 1)
+    np.testing.assert_array_equal(of_agent(agents, whole), every, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("actions", "space", "said"),
+    [
+        ([[[1.0, 1.0]], [[2.5, 1.0]]], BOX, r"got \[\[2.5, 1.0\]\] in step 1"),
+        ([[[1.0, -0.5]]], BOX, r"got \[\[1.0, -0.5\]\] in step 0"),
+        ([[[1.0, np.nan]]], BOX, r"got \[\[1.0, nan\]\] in step 0"),
+        ([[0.5]], box([-np.inf], [np.inf]), "of a bounded Box or of a Dis"),
+        ([[0.5]], box([-3e38], [3e38]), "of a bounded Box or of a Dis"),
+        ([1, 4], DISCRETE, "got 4 in step 1"),
+        ([1, 0], DISCRETE, "got 0 in step 1"),
+        ([[1, 0]], SimpleNamespace(n=2), "or of a Discrete, got .*n=2"),
+        (
+            ([[1.0]], [1]),
+            SimpleNamespace(spaces=()),
+            "or of a Discrete, got .*spaces",
+        ),
+    ],
+)
+def test_actions_that_their_space_does_not_have_are_named(
+    tmp_path, actions, space, said
+):
+    episode = SimpleNamespace(
+        observations=np.zeros((len(actions) + 1, 1)),
+        actions=actions,
+        rewards=np.zeros(len(actions)),
+    )
+    dataset = SimpleNamespace(
+        id="x", env_spec=None, action_space=space, iterate_episodes=lambda: [episode]
+    )
+    with np.errstate(over="ignore"), pytest.raises(ValueError, match=said) as error:
+        pack_minari.pack(dataset, tmp_path / "packed")
+    assert str(error.value).startswith("episode 0: ")
+    if space is BOX and "in step" in said and "nan" not in said:
+        file = pack_minari.pack(dataset, tmp_path / "clipped", clip=True)
+        assert np.abs(file.read(np.arange(len(actions)))[:, 1:3]).max() == 1
+    episode.actions, dataset.action_space = [0.0], box(-1, 1)
+    episode.observations = ["left", "right"]
+    with pytest.raises(ValueError, match="episode 0: .*'left'"):
+        pack_minari.pack(dataset, tmp_path / "texts")
+
+
+def test_a_dataset_without_spaces_is_refused(tmp_path, monkeypatch, capsys):
+    """Minari would make its environment, and so run what it names, to know them."""
+    about = {"observation_space": "{}", "env_spec": "{}"}
+    storage = SimpleNamespace(read_raw_metadata=lambda folder: about)
+    folders = SimpleNamespace(get_dataset_path=lambda name: tmp_path / name)
+    modules = {"minari.dataset.minari_storage": SimpleNamespace(MinariStorage=storage)}
+    modules["minari.storage.datasets_root_dir"] = folders
+    modules |= {name: ModuleType(name) for name in ("minari.dataset", "minari.storage")}
+    loaded = []
+    modules["minari"] = SimpleNamespace(load_dataset=loaded.append)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    words = ["--dataset", "some/data-v0", "--cache", str(tmp_path)]
+    assert pack_minari.main(words) == 1
+    error = capsys.readouterr().err
+    assert "some/data-v0 must have an observation_space and an action_space" in error
+    assert not loaded
+    about["action_space"] = "{}"
+    pack_minari.check_spaces("some/data-v0")
 
 
 def test_a_dataset_is_packed_with_flat_observations(tmp_path):
@@ -185,7 +258,7 @@ def test_a_dataset_is_packed_with_flat_observations(tmp_path):
     rng, episodes = np.random.default_rng(5), []
     for length in 4, 2:
         seen = {
-            "z": rng.normal(size=(length + 1, 2, 2)),
+            "z": (rng.normal(size=(length + 1, 2)), rng.normal(size=(length + 1, 2))),
             "a": rng.normal(size=length + 1),
         }
         rewards = rng.uniform(size=length)
@@ -208,6 +281,7 @@ def test_a_dataset_is_packed_with_flat_observations(tmp_path):
     last = file.read(np.arange(4, 6))
     seen = episodes[1].observations
     np.testing.assert_allclose(last[:, 0], seen["a"][:2], rtol=1e-6)
-    np.testing.assert_allclose(last[:, 1:5], seen["z"][:2].reshape(2, 4), rtol=1e-6)
+    both = np.concatenate(seen["z"], axis=1)
+    np.testing.assert_allclose(last[:, 1:5], both[:2], rtol=1e-6)
     assert (last[:, 5:8].argmax(axis=1) + 1 == episodes[1].actions).all()
     assert flat(seen).shape == (3, 5)

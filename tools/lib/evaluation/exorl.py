@@ -76,6 +76,16 @@ def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> Non
             )
 
 
+def _check_limit(config: ml_collections.ConfigDict, limit: int | None) -> None:
+    """Raises ValueError if episodes of an environment may be longer than an agent's."""
+    if limit is not None and limit > config.agent.episode_steps:
+        raise ValueError(
+            f"{config.agent.episode_steps=} must be at least {limit}, as the "
+            "environment's episodes may have more steps than the recorded ones: train "
+            f"the agent with config.agent.episode_steps={limit}"
+        )
+
+
 def _longest(options: argparse.Namespace) -> int:
     """Returns the most episodes in a context."""
     own = min(options.episodes, options.window or options.episodes)
@@ -103,7 +113,9 @@ def evaluate(
     # Dark Room's neighbours have numbers next to each other.
     np.random.default_rng(exorl.HELD_OUT_SEED).shuffle(worlds)
     asked = ["empty"] if config.agent.chain_length == 1 else options.contexts
-    needed = contexts(file, worlds, seeds, options.random, asked)
+    trusted = options.trust_entry_point
+    needed = contexts(file, worlds, seeds, options.random, asked, trusted)
+    _check_limit(config, next(iter(needed.values())).scenes[0][0].limit)
     run = AgentRun.of(config, jax.devices())
     agent, origin = _agent(run, options, file)
     of_rows, one_world = np.resize(worlds, size[0]), len(worlds) == 1
@@ -240,6 +252,9 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add("--seed", type=at_least(0), default=0, help="of the episodes' seeds")
     split = "of the worlds to act in (default: %(default)s)"
     add("--split", choices=SPLITS, default="test", help=split)
+    trust = {"action": "append", "default": [], "metavar": "MODULE:NAME"}
+    trusted = "code that a recorded environment may run, beside gymnasium's own"
+    add("--trust-entry-point", **trust, help=trusted)
     return parser.parse_known_args(arguments)
 
 

@@ -90,6 +90,7 @@ class Actor:
     fill: (steps (E, S), empty cache) -> cache of them.
     has_one_token: whether a step is one token, with the reward of the step before.
     device_bytes: bytes that its context takes on each device.
+    room: steps that a context can have. episode_steps: that an episode can have.
     """
 
     choose: Choice
@@ -98,13 +99,31 @@ class Actor:
     fill: Callable[[ChainBatch, Cache], Cache]
     has_one_token: bool
     device_bytes: int
+    room: int
+    episode_steps: int
 
     def forget(self) -> None:
         """Begins an empty context."""
         self._cache, self._before, self._position = self.empty(), None, np.int32(0)
+        self._taken = 0
+
+    def _take(self, steps: ChainBatch, count: int) -> None:
+        """Counts steps of the context; ValueError if it or an episode has too many.
+
+        The compiled programs would overwrite slots, and clip timesteps.
+        """
+        self._taken += count
+        longest = int(steps.timesteps.max()) + 1
+        if longest > self.episode_steps or self._taken > self.room:
+            raise ValueError(
+                f"a context must have at most {self.room} steps, and an episode "
+                f"config.agent.episode_steps={self.episode_steps}, got {self._taken} "
+                f"and {longest}: train with as many as the environment's episodes have"
+            )
 
     def act(self, present: ChainBatch) -> np.ndarray:
         """Returns actions as a `Policy`; of rows that wait nothing is seen."""
+        self._take(present, 1)
         # What stands before the first steps, at position -1, is not read.
         before = self._before or jax.tree.map(np.zeros_like, present)
         steps = jax.tree.map(lambda *x: np.stack(x, axis=1), before, present)
@@ -134,6 +153,7 @@ class Actor:
         Those with a loss weight of 0 come last in each row, and are not taken.
         """
         self._position = (done.loss_weights > 0).sum(axis=1, dtype=np.int32)
+        self._take(done, int(self._position.max()))
         rows = np.arange(len(self._position))
         self._before = jax.tree.map(lambda x: x[rows, self._position - 1], done)
         known = of_step_before(done) if self.has_one_token else done
@@ -195,6 +215,8 @@ def actor(
         functools.partial(_reader(run, operations, cache), parameters),
         config.agent.step_tokens == 1,
         held,
+        steps,
+        config.agent.episode_steps,
     )
 
 

@@ -34,24 +34,26 @@ def contexts(
     seeds: np.ndarray,
     random: Sequence[int] = (),
     asked: Sequence[str] | None = None,
+    trusted: Sequence[str] = (),
 ) -> dict[str, Context]:
     """Returns contexts of rows that are of these worlds, int (n,), in turn, by name.
 
     seeds: (E, episodes). random: numbers of episodes of drawn actions in a context.
     asked: names of some; None for all. Those of drawn actions are there in any case.
+    trusted: as of `scene`.
 
     Raises:
-      ValueError: a name has no context, or no context is left.
+      ValueError: a name has no context, or no context is left; or as `scene`.
     """
     rows, episodes = seeds.shape
-    own = scene(file, np.resize(worlds, rows))
+    own = scene(file, np.resize(worlds, rows), trusted)
     numbers = [(own, of_rows) for of_rows in seeds.T]
     found = {
         "own": Context(numbers),
         "empty": Context(numbers, forgets=True),
     }
     if len(worlds) > 1 and episodes > 1:
-        other = scene(file, np.resize(np.roll(worlds, 1), rows))
+        other = scene(file, np.resize(np.roll(worlds, 1), rows), trusted)
         elsewhere = [(other, of_rows) for of_rows in seeds.T[:-1]]
         found["other"] = Context([*elsewhere, numbers[-1]], episodes - 1)
     for count in random:
