@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from data.balance import Balanced
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
 from data.packed import digest
-from data.remote import place
+from data.remote import as_path
 from data.rows import ROW_PLANS, InOrder, RowOrder, RowPlan, Shuffled
 from data.text import token_file
 from data.text.corpus import prepare_standard_library
@@ -32,7 +32,7 @@ def named(config: ConfigDict) -> dict[str, float | None]:
     try:
         found = parse_mixture(config.data.corpus) if config.data.corpus else {}
         for directory in found:
-            place(directory)
+            as_path(directory)
         return found
     except (ImportError, NotImplementedError, ValueError) as error:
         raise ValueError(f"config.data.corpus={error}") from error
@@ -40,7 +40,7 @@ def named(config: ConfigDict) -> dict[str, float | None]:
 
 def directories(config: ConfigDict) -> list[Path]:
     """Returns the corpora; prepares the default one where it is missing."""
-    found = [place(name) for name in named(config)]
+    found = [as_path(name) for name in named(config)]
     return found or [prepare_standard_library(STANDARD_LIBRARY)]
 
 
@@ -56,7 +56,7 @@ def vocab_size(config: ConfigDict) -> int:
     if config.model.vocab_size:
         return config.model.vocab_size
     try:
-        sizes = [token_file.vocab_size(place(name)) for name in named(config)]
+        sizes = [token_file.vocab_size(as_path(name)) for name in named(config)]
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}; or set config.model.vocab_size, which is the corpus's where "
@@ -88,7 +88,7 @@ def intervals(config: ConfigDict) -> int:
     Raises:
       FileNotFoundError, ValueError: a corpus is missing or damaged.
     """
-    return max((token_file.intervals(place(name)) for name in named(config)), default=1)
+    return max((token_file.intervals(as_path(name)) for name in named(config)), default=1)
 
 
 @names_fields
@@ -105,8 +105,8 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     if config.data.rows not in ROW_PLANS:
         raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
     found = named(config)
-    places = map(place, found or [STANDARD_LIBRARY])
-    corpora = [TokenFile.open(place, split) for place in places]
+    directories = map(as_path, found or [STANDARD_LIBRARY])
+    corpora = [TokenFile.open(directory, split) for directory in directories]
     for corpus in corpora:
         corpus.check_vocabulary(vocab_size)
     order = Shuffled(config.seed) if split == "train" else InOrder()

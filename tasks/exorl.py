@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from data.agents.chains import PLACES, ChainBatch, Chains
+from data.agents.chains import INTEGERS, ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile
 from data.batch import Block
 from data.rows import InOrder, TextBatches
@@ -152,7 +152,7 @@ class AgentRun(Run):
 
         def array(name: str) -> jax.ShapeDtypeStruct:
             whole = *self.shape, *sizes.get(name, ())
-            dtype = jnp.int32 if name in PLACES else jnp.float32
+            dtype = jnp.int32 if name in INTEGERS else jnp.float32
             return jax.ShapeDtypeStruct(whole, dtype, sharding=self.sharding)
 
         return ChainBatch(*map(array, ChainBatch._fields))
