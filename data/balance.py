@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grain
@@ -37,20 +37,20 @@ class Balanced:
         @functools.lru_cache(maxsize=2)  # threads read ahead into the next window
         def assigned(number: int) -> np.ndarray:
             end = min((number + 1) * window, len(drawn))
-            return self._assigned([drawn[n] for n in range(number * window, end)])
+            rows = [drawn[n] for n in range(number * window, end)]
+            return self._assigned(np.array(rows))
 
         def row(number: int) -> int:
             return int(assigned(number // window)[number % window])
 
         return grain.MapDataset.range(len(drawn)).map(row)
 
-    def _assigned(self, drawn: Sequence[int]) -> np.ndarray:
-        """Returns the rows of a window, int64, step after step; those left over last.
+    def _assigned(self, rows: np.ndarray) -> np.ndarray:
+        """Returns a window's rows, int64 (rows,), by steps; those left over come last.
 
         It depends on these rows alone, so a run that begins in a window reads its steps
         as one that read all those before.
         """
-        rows = np.array(drawn)
         whole = len(rows) // self.batch_rows * self.batch_rows
         times = Counter[int]()
         keys = []

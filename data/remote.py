@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def as_path(path: str | Path) -> Path:
             f"{path} needs {error.name}, which is not installed: install what "
             "requirements-buckets.txt pins (make venv ACCELERATOR=buckets)"
         ) from error
-    return UPath(path)
+    return cast(Path, UPath(path))
 
 
 def reach(path: Path) -> None:
@@ -80,7 +80,7 @@ def naming_lost(path: Path) -> Iterator[None]:
         ) from error
 
 
-def open_binary(path: Path) -> BinaryIO:
+def open_binary(path: Path) -> io.BufferedReader:
     """Opens a file to read, with a buffer."""
     file = path.open("rb")
     return io.BufferedReader(file) if is_bucket(path) else file

@@ -361,7 +361,7 @@ class TextBatches:
         # A step's rows follow from its number alone. Did they depend on the host or on
         # what was read before, hosts would join blocks of unlike batches, and a run
         # that resumes would read other rows: in silence, as all shapes fit.
-        numbers = self._steps[step]
+        numbers = np.asarray(self._steps[step])
         blocks = {}
         for (begin, end), columns in self._held.items():
             read = [self._plan.read(int(n), columns.index) for n in numbers[begin:end]]

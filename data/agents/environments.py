@@ -116,9 +116,8 @@ class Environment:
     """
 
     def __init__(self, domain: str, task: str, targets: np.ndarray | None = None):
-        known = []
-        for name in (*SUITE_TASKS, "jaco"):
-            known += [f"{name} {its_task}" for its_task in tasks(name)]
+        domains = (*SUITE_TASKS, "jaco")
+        known = [f"{name} {of}" for name in domains for of in tasks(name)]
         if f"{domain} {task}" not in known:
             raise ValueError(
                 f"there is no environment for {domain} {task}: give one of "

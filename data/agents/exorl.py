@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,12 @@ def _taken(buffer: Buffer, most: int) -> list[Path]:
     By the names of the files, so that none is read in vain.
     """
     paths = buffer.scan()
-    taken = []
-    steps = 0
-    for path in paths:
-        steps += steps_of(path)
-        if steps > most:
+    count = 0
+    for end in accumulate(map(steps_of, paths)):
+        if end > most:
             break
-        taken.append(path)
-    return taken or paths[:1]
+        count += 1
+    return paths[: max(count, 1)]
 
 
 def _environment(domain: str, task: str, selection: Selection) -> Environment:

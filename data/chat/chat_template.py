@@ -162,7 +162,7 @@ class ChatTemplate:
             raise ValueError(
                 "messages contain all 32 Unicode noncharacters: leave one out"
             )
-        marked = []
+        marked: list[Message] = []
         for message in messages:
             content = message["content"]
             names = self._in_words(message)

@@ -319,10 +319,7 @@ def _rendered(request: Mapping[str, Any]) -> dict[str, Any]:
             if len(progress.ends) == len(messages):
                 return {"text": text, "ends": progress.ends}
     try:
-        return {
-            "text": _write(template, messages, _Progress(), request),
-            "ends": None,
-        }
+        return {"text": _write(template, messages, _Progress(), request), "ends": None}
     except MemoryError:
         most = f"{request['memory']:,} bytes of memory"
         return {"error": f"takes more than {most} for a conversation: {REMEDY}"}

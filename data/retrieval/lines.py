@@ -99,10 +99,9 @@ class Record:
 
     @property
     def text(self) -> str:
-        text = [self.form.header]
-        for name, number in zip(self.names, self.numbers.tolist(), strict=True):
-            text.append(self.form.line.format(name=name, number=number))
-        return "".join([*text, self.form.end])
+        pairs = zip(self.names, self.numbers.tolist(), strict=True)
+        lines = (self.form.line.format(name=name, number=n) for name, n in pairs)
+        return "".join([self.form.header, *lines, self.form.end])
 
 
 def draw_record(form: LineForm, lines: int, rng: np.random.Generator) -> Record:

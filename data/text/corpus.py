@@ -169,18 +169,13 @@ def _write(writer: TokenFileWriter, cut: int, encoded: Encoded) -> None:
         if not encoded.weights.size:
             writer.write(split, tokens, lengths=lengths)
             continue
+        weights = encoded.weights[of_tokens]
         count, intervals = encoded.trees[is_chosen].T
         segments = encoded.segments[np.repeat(is_chosen, encoded.trees[:, 0])]
         # They begin at 0 in their own document: from here on, in those that are chosen.
         segments[:, 0] += np.repeat(np.cumsum(lengths) - lengths, count)
-        writer.write(
-            split,
-            tokens,
-            weights=encoded.weights[of_tokens],
-            segments=segments,
-            intervals=int(intervals.max()),
-            lengths=lengths,
-        )
+        most = int(intervals.max())
+        writer.write(split, tokens, weights, segments, most, lengths)
 
 
 class _Texts:
@@ -205,11 +200,8 @@ class _Texts:
                 counts.markup.add(BadRow(row.where, markup))
         begin = np.array(self._tokenizer.begin_of_document, np.int32)
         end = np.array([self._tokenizer.end_of_document], np.int32)
-        documents = []
-        for ids in self._tokenizer.encode_all([row.text for row in rows]):
-            tokens = np.concatenate([begin, ids, end])
-            documents.append([Document(tokens, None)])
-        return documents
+        encoded = self._tokenizer.encode_all([row.text for row in rows])
+        return [[Document(np.concatenate([begin, ids, end]), None)] for ids in encoded]
 
 
 def prepare(

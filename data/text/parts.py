@@ -150,14 +150,6 @@ class Part:
         self.counts.skipped.add(row)
 
 
-class _Marked(NamedTuple):
-    """A document, with its row's code of `SPLIT_CODES` and its `mark`."""
-
-    code: int
-    mark: int
-    document: Document
-
-
 def open_part(path: Path) -> Part:
     """Opens a finished part.
 
@@ -267,10 +259,8 @@ class PartMaker:
                     documents = self._documents(some, made)
                     if documents:
                         made.tokens += _save(arrays, documents)
-            for file in unit.files:
-                if file.span is None or not file.span.begin:
-                    facts = {"path": str(file.path)} | describe_file(file.path)
-                    made.sources.append(facts)
+            begun = [f.path for f in unit.files if not (f.span and f.span.begin)]
+            made.sources = [{"path": str(f)} | describe_file(f) for f in begun]
             unit.check_unchanged()
             made.stored = describe_file(new)
             new.rename(made.arrays)
@@ -281,8 +271,8 @@ class PartMaker:
             new.unlink(missing_ok=True)
         return path
 
-    def _documents(self, some: Sequence[Any], made: Part) -> list[_Marked]:
-        """Encodes rows, and counts them and the bad ones."""
+    def _documents(self, some: Sequence[Any], made: Part) -> list[tuple]:
+        """Encodes rows; returns split code, mark and document of each document."""
         good = [*filter(_is_good, some)]
         encoded = iter(self.rows.encode(good, made.counts))
         documents = []
@@ -300,8 +290,8 @@ class PartMaker:
                 made.skip(of_row, stops=self.stops)
                 continue
             made.counts.rows += 1
-            for document in of_row:
-                documents.append(_Marked(SPLIT_CODES[row.split], own, document))
+            code = SPLIT_CODES[row.split]
+            documents += [(code, own, document) for document in of_row]
         return documents
 
 
@@ -323,22 +313,20 @@ def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
     yield some
 
 
-def _save(file: BinaryIO, documents: Sequence[_Marked]) -> int:
+def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int:
     """Writes what `read_encoded` reads; returns the number of tokens."""
     codes, marks, texts = zip(*documents, strict=True)
     tokens = np.concatenate([text.tokens for text in texts])
+    whole = np.zeros((1, 2), np.int64)  # of a document that is no tree
     # Each begins with an empty array: documents may be without weights.
     weights = [np.zeros(0, np.float32)]
-    segments = [np.zeros((0, 2), np.int64)]
+    segments = [whole[:0]]
     trees = []
     for text in texts:
         if text.weights is not None:
             weights.append(text.weights)
-            of_text = text.segments
-            if of_text is None:
-                of_text = np.zeros((1, 2), np.int64)
-            segments.append(of_text)
-            trees.append((len(of_text), text.intervals))
+            segments.append(whole if text.segments is None else text.segments)
+            trees.append((len(segments[-1]), text.intervals))
     is_narrow = 0 <= tokens.min(initial=0) <= tokens.max(initial=0) < 1 << 16
     encoded = Encoded(
         codes=np.array(codes, np.int8),

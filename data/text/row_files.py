@@ -11,9 +11,9 @@ import csv
 import io
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from data.json_text import MOST_OF_ONE, check_size, is_unicode, parse_json, short
 from data.remote import is_bucket, open_binary
@@ -99,7 +99,7 @@ def check_beginning(path: Path) -> None:
     if codec in CODECS and ending(path) == ".parquet":
         raise ValueError(f"{path}: {TABLE_IS_COMPRESSED}")
     for beginning, endings in BEGINNINGS.items():
-        wanted = endings[0]
+        wanted, *_ = endings
         own = codec if wanted in CODECS else ending(path)
         if head.startswith(beginning) and own not in endings:
             raise ValueError(
@@ -107,7 +107,7 @@ def check_beginning(path: Path) -> None:
             )
 
 
-def open_bytes(path: Path) -> BinaryIO:
+def open_bytes(path: Path) -> io.BufferedReader:
     """Opens a file, decompressed where its ending names a codec.
 
     Raises:
@@ -264,11 +264,10 @@ def _table(
 ) -> Iterator[tuple[str, Any]]:
     batches = _parquet if ending(path) == ".parquet" else _arrow
     groups = range(span.begin, span.end) if span else None
-    number = span.rows if span else 0
-    for batch in batches(path, columns, groups):
-        for row in batch.to_pylist():
-            yield f"{path}[{number}]", row
-            number += 1
+    read = batches(path, columns, groups)
+    rows = chain.from_iterable(batch.to_pylist() for batch in read)
+    for number, row in enumerate(rows, span.rows if span else 0):
+        yield f"{path}[{number}]", row
 
 
 def _parquet(

@@ -342,18 +342,15 @@ class TokenFileWriter(PackedWriter):
 
     def _check(self, split: str, tokens: np.ndarray, weights: np.ndarray | None) -> int:
         """Checks the arrays of `write`; returns the largest id."""
-        least = 0
-        largest = 0
         is_whole = np.issubdtype(tokens.dtype, np.integer) and tokens.ndim == 1
-        if is_whole and tokens.size:
-            least = int(tokens.min())
-            largest = int(tokens.max())
+        ids = tokens if is_whole and tokens.size else np.zeros(1, np.int64)
+        least = int(ids.min())
+        largest = int(ids.max())
         given = None if weights is None else (weights.shape, weights.dtype)
         wanted: list[Any] = [None]
         if self._has_loss_mask:
-            wanted = [(tokens.shape, np.dtype(bool))]
-            if self.has_weights:
-                wanted.append((tokens.shape, np.dtype(np.float32)))
+            dtypes = [bool, np.float32] if self.has_weights else [bool]
+            wanted = [(tokens.shape, np.dtype(dtype)) for dtype in dtypes]
         size = self.tokenizer.vocab_size
         is_known = is_whole and tokens.size and 0 <= least <= largest < size
         if not is_known or given not in wanted:

@@ -190,21 +190,12 @@ class HuggingFaceTokenizer(Tokenizer):
                 "or all bytes"
             )
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special = {}
-        self.strips = {}
-        for token, facts in added.items():
-            self.strips[facts.content] = (facts.lstrip, facts.rstrip)
-            if facts.special:
-                self.special[facts.content] = token
+        self.special = {t.content: i for i, t in added.items() if t.special}
+        self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
         # What the file's post-processor puts before a text.
         encoding = self._tokenizer.encode(UNKNOWN)
-        begin = []
-        for token, is_special in zip(
-            encoding.ids, encoding.special_tokens_mask, strict=True
-        ):
-            if not is_special:
-                break
-            begin.append(token)
+        count = [*encoding.special_tokens_mask, 0].index(0)
+        begin = encoding.ids[:count]
         self.begin_of_document, self.names = read_names(self, begin)
 
     def encode_all(

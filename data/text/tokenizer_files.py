@@ -130,9 +130,8 @@ def read_chat_template(directory: Path) -> str | None:
         path = directory / file
         template = _read(path).get("chat_template")
         if isinstance(template, list):  # of several uses
-            uses = [use for use in template if isinstance(use, dict)]
-            for use in uses:
-                if use.get("name") == "default":
+            for use in template:
+                if isinstance(use, dict) and use.get("name") == "default":
                     template = use.get("template", template)
         if template is not None and not isinstance(template, str):
             raise ValueError(
@@ -155,11 +154,8 @@ def write_tokenizer(
     copy = None
     if tokenizer.path is not None:
         copy = f"tokenizer{tokenizer.path.suffix}"
-        of_texts = {
-            "add_bos_token": bool(tokenizer.begin_of_document),
-            "bos_token": None,
-            **tokenizer.names,
-        }
+        of_texts = {"add_bos_token": bool(tokenizer.begin_of_document)}
+        of_texts |= {"bos_token": None, **tokenizer.names}
         stop_tokens = {"eos_token_id": [*tokenizer.stop_tokens]}
         stop_tokens |= read_sampling(tokenizer.path)
         files = {
