@@ -6,6 +6,9 @@ import numpy as np
 
 from kernels.layouts import Layout, order
 
+Columns = tuple[int, int]
+"""First slot of a row in layout order, and the slot after the last, as of `Block`."""
+
 
 class ColumnOrder:
     """Reads columns of a row in increasing order, then restores theirs.
@@ -18,11 +21,7 @@ class ColumnOrder:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        ring_size: int,
-        slots: int,
-        columns: Sequence[tuple[int, int]],
+        self, layout: Layout, ring_size: int, slots: int, columns: Sequence[Columns]
     ):
         """Orders the tokens of columns, of a row of so many slots.
 

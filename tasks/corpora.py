@@ -88,7 +88,8 @@ def intervals(config: ConfigDict) -> int:
     Raises:
       FileNotFoundError, ValueError: a corpus is missing or damaged.
     """
-    return max((token_file.intervals(as_path(name)) for name in named(config)), default=1)
+    directories = map(as_path, named(config))
+    return max(map(token_file.intervals, directories), default=1)
 
 
 @names_fields

@@ -59,18 +59,6 @@ class ChainBatch(NamedTuple):
     loss_weights: np.ndarray
 
 
-class _Steps(NamedTuple):
-    """Steps of a chain, before they are cast: (L, …) each, as of `ChainBatch`."""
-
-    observations: np.ndarray
-    actions: np.ndarray
-    targets: np.ndarray
-    rewards: np.ndarray
-    completions: np.ndarray
-    timesteps: np.ndarray
-    ranks: np.ndarray
-
-
 SPLITS = ("train", "validation", "test")
 
 
@@ -195,29 +183,26 @@ class Chains:
         chain = self.chain(row)
         real = index < self.trajectories.lengths[chain].sum()
         positions = np.where(real, index, 0)
-        steps = self._steps(chain, positions)
-        happened = steps
+        to_go = self.trajectories.returns[chain].max() - self._rewards_before(chain)
+        batch = self._steps(chain, positions, to_go)
         if self.of_step_before:
-            happened = self._steps(chain, np.maximum(positions - 1, 0))
-            for values in happened.actions, happened.rewards, happened.completions:
-                values[positions == 0] = 0
-        best = self.trajectories.returns[chain].max()
-        batch = ChainBatch(
-            returns_to_go=best - self._rewards_before(chain)[positions],
-            observations=steps.observations,
-            actions=happened.actions,
-            rewards=happened.rewards,
-            completions=happened.completions,
-            targets=steps.targets,
-            timesteps=steps.timesteps,
-            ranks=steps.ranks,
-            positions=index,
-            loss_weights=real,
-        )
-        return _padded(batch, real)
+            before = self._steps(chain, np.maximum(positions - 1, 0), to_go)
+            for happened in before.actions, before.rewards, before.completions:
+                happened[positions == 0] = 0
+            batch = batch._replace(
+                actions=before.actions,
+                rewards=before.rewards,
+                completions=before.completions,
+            )
+        return _padded(batch._replace(positions=index), real)
 
-    def _steps(self, chain: np.ndarray, positions: np.ndarray) -> _Steps:
-        """Reads steps of a chain of episodes by their positions in it, int (L,)."""
+    def _steps(
+        self, chain: np.ndarray, positions: np.ndarray, to_go: np.ndarray
+    ) -> ChainBatch:
+        """Reads steps of a chain of episodes by their positions in it, int (L,).
+
+        to_go: float (steps,), the return that is left before each step of the chain.
+        """
         file = self.trajectories
         size = file.observation_size
         returns = file.returns[chain]
@@ -229,14 +214,17 @@ class Chains:
         steps = file.read(file.offsets[chain[ranks]] + timesteps)  # (L, columns)
         actions = steps[:, size : size + file.action_size]
         targets = steps[:, -1 - file.action_size : -1]
-        return _Steps(
+        return ChainBatch(
+            returns_to_go=to_go[positions],
             observations=standardised(file, steps[:, :size]),
             actions=actions,
-            targets=targets if self.predict == "targets" else actions,
             rewards=steps[:, -1],
             completions=is_last & (returns[ranks] >= returns.max()),
+            targets=targets if self.predict == "targets" else actions,
             timesteps=timesteps,
             ranks=ranks,
+            positions=positions,
+            loss_weights=np.ones(positions.size),
         )
 
     def _rewards_before(self, chain: np.ndarray) -> np.ndarray:

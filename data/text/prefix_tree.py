@@ -178,7 +178,8 @@ def _split(texts: Sequence[np.ndarray]) -> list[_Node]:
     for node in reversed(nodes):
         _dissolve_short(node.branches, node)
         needs = sorted(branch.intervals for branch in node.branches)
-        # The trunk goes on in the last interval; each other branch needs one more.
+        # The trunk lies right behind the node, in one interval with it; other branches
+        # need one more.
         node.intervals = max([1, *needs[-1:]])
         if len(needs) > 1:
             node.intervals = max(node.intervals, needs[-2] + 1)
