@@ -33,24 +33,24 @@ class Balanced:
     def sequence(self, rows: int) -> grain.MapDataset[int]:
         drawn = self.order.sequence(rows)
         window = self.steps * self.batch_rows
-
-        @functools.lru_cache(maxsize=2)  # threads read ahead into the next window
-        def assigned(number: int) -> np.ndarray:
-            end = min((number + 1) * window, len(drawn))
-            rows = [drawn[n] for n in range(number * window, end)]
-            return self._assigned(np.array(rows))
+        # Of two windows: threads read ahead into the next one.
+        kept = functools.lru_cache(maxsize=2)
+        assigned = kept(functools.partial(self._assigned, drawn))
 
         def row(number: int) -> int:
             return int(assigned(number // window)[number % window])
 
         return grain.MapDataset.range(len(drawn)).map(row)
 
-    def _assigned(self, rows: np.ndarray) -> np.ndarray:
+    def _assigned(self, drawn: grain.MapDataset[int], number: int) -> np.ndarray:
         """Returns a window's rows, int64 (rows,), by steps; those left over come last.
 
         It depends on these rows alone, so a run that begins in a window reads its steps
         as one that read all those before.
         """
+        window = self.steps * self.batch_rows
+        end = min((number + 1) * window, len(drawn))
+        rows = np.array([drawn[n] for n in range(number * window, end)])
         whole = len(rows) // self.batch_rows * self.batch_rows
         times = Counter[int]()
         keys = []

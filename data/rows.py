@@ -47,8 +47,7 @@ class RowPlan(Protocol):
 class CorpusRows(ABC):
     """Rows that are parts of a corpus' stream, one after the other.
 
-    corpus: whose tokens they hold.
-    length: tokens in a row, or fewer and padding.
+    corpus: whose tokens they hold. length: tokens in a row, or fewer and padding.
     mask: which tokens of its own document a token sees.
     intervals: of keys that a token sees, of which some may be empty; more than 1 with
       trees, in whole documents.

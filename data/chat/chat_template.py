@@ -51,7 +51,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
 these are, besides bos_token and eos_token."""
 
 
-class _Part(NamedTuple):
+class _Piece(NamedTuple):
     """A special token; or a text without one, up to each reply's begin and its end.
 
     weights: of the token's loss, or for each text, of what it adds to the one before.
@@ -197,17 +197,17 @@ class ChatTemplate:
             if name is None:
                 cuts = [begin - start for begin in (*within, end)]
                 texts = [part[:cut].replace(mark, "") for cut in cuts]
-                parts.append(_Part(None, texts, weights))
+                parts.append(_Piece(None, texts, weights))
                 weight = weights[-1]
                 continue
             token = self.tokenizer.special[name[0]]
-            parts.append(_Part(token, [], weights[:1]))
+            parts.append(_Piece(token, [], weights[:1]))
             # A reply may begin in the blanks.
             weight = 0.0 if token == self.end and not within else weights[-1]
         tokens, weights = self._joined(parts)
         return Document(tokens, as_mask(weights))
 
-    def _joined(self, parts: Sequence["_Part"]) -> tuple[np.ndarray, np.ndarray]:
+    def _joined(self, parts: Sequence["_Piece"]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of all parts, and the weights of their losses."""
         # All but the first part stand behind a special token.
         texts = [text for part in parts[1:] for text in part.texts]

@@ -122,7 +122,8 @@ class ChatEncoder:
         """Whether the template writes the same with the system's words as without."""
         without = self._documents(Conversation(None, (("x", "y"),)))
         led = self._documents(Conversation("SYSTEM", (("x", "y"),)))
-        if not without or not led:  # then so is each row
+        # A template that refuses one of them refuses each row too.
+        if not without or not led:
             return False
         return np.array_equal(without[-1].tokens, led[-1].tokens)
 

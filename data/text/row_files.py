@@ -193,8 +193,7 @@ def _lines[T: (str, bytes)](
     left = math.inf
     before = 0
     if span:
-        file.seek(span.begin)
-        left = span.end - span.begin
+        left = span.end - file.seek(span.begin)
         before = span.rows
     for number in count(before + 1):
         where = f"{path}:{number}"

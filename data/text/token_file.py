@@ -111,8 +111,7 @@ class TokenFile:
             )
 
         def stored(kind: str, dtype: str, *shape: int) -> StoredArray:
-            path = _path(directory, split, kind)
-            return FORMAT.open_array(path, dtype, shape)
+            return FORMAT.open_array(_path(directory, split, kind), dtype, shape)
 
         tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.
@@ -162,12 +161,15 @@ class TokenFile:
         """
         if self.loss_mask is None:
             return np.ones(offsets.shape, np.float32)
-        is_mask = self.loss_mask.dtype == np.uint8
-        most = 1.0 if is_mask else float(np.finfo(np.float32).max)
+        most = 1 if self.loss_mask.dtype == np.uint8 else np.finfo(np.float32).max
         return self._take("weight", self.loss_mask, offsets, most).astype(np.float32)
 
     def _take(
-        self, what: str, array: StoredArray, offsets: np.ndarray, largest: float
+        self,
+        what: str,
+        array: StoredArray,
+        offsets: np.ndarray,
+        largest: float | np.floating,
     ) -> np.ndarray:
         """Reads numbers, and refuses larger ones: they would be trained on as text."""
         numbers = array.take(offsets)
@@ -248,12 +250,10 @@ class Sources:
 class TokenFileWriter(PackedWriter):
     """Streams documents to a new corpus (see `PackedWriter`).
 
-    dtype: of the tokens on disk.
-    has_loss_mask: whether documents come with a loss mask.
+    dtype: of the tokens on disk. has_loss_mask: whether documents come with weights.
     has_weights: whether some of these are weights other than 0 and 1, to be set.
     supervised: tokens with a loss, by split; empty where all have.
-    intervals: of keys that a token sees, at most.
-    chat_template: that chats are written in, to be set.
+    intervals: of keys that a token sees, at most. chat_template: of chats, to be set.
 
     Raises:
       FileExistsError: `directory` exists and is not empty; nothing in it is touched.

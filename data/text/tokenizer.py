@@ -42,8 +42,7 @@ UTF8_BYTES = sorted({*EVERY_BYTE.encode()})
 class Tokenizer:
     """A tokenizer of any kind.
 
-    name: its kind, one word.
-    path: the file it was read from, None for bytes.
+    name: its kind, one word. path: the file it was read from, None for bytes.
     vocab_size: all ids are below it.
     begin_of_document: ids before the first token of every document and prompt, or ().
     stop_tokens: ids that end a generated text, the one that ends a document first.
