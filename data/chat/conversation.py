@@ -247,9 +247,8 @@ def _conversation(
             return BadRow(where, speaks)
     exchanges = []
     weights = []
-    for user, reply in zip(
-        turns[::2], turns[1::2], strict=False
-    ):  # a last one has none
+    # The last turn may have no reply.
+    for user, reply in zip(turns[::2], turns[1::2], strict=False):
         exchanges.append((user.words, reply.words))
         weights.append(reply.weight)
     if not any(weights):

@@ -165,20 +165,16 @@ class TokenFile:
         return self._take("weight", self.loss_mask, offsets, most).astype(np.float32)
 
     def _take(
-        self,
-        what: str,
-        array: StoredArray,
-        offsets: np.ndarray,
-        largest: float | np.floating,
+        self, what: str, array: StoredArray, offsets: np.ndarray, most: int | np.number
     ) -> np.ndarray:
         """Reads numbers, and refuses larger ones: they would be trained on as text."""
         numbers = array.take(offsets)
-        is_known = (numbers >= 0) & (numbers <= largest)
+        is_known = (numbers >= 0) & (numbers <= most)
         if not is_known.all():
             worst = int(np.argmin(is_known))
             raise ValueError(
                 f"{array.path} has {what} {numbers.flat[worst]} at place "
-                f"{offsets.flat[worst]}, and {largest} is the largest (vocab_size="
+                f"{offsets.flat[worst]}, and {most} is the largest (vocab_size="
                 f"{self.vocab_size}): it was damaged or replaced; copy it again or "
                 f"{FORMAT.remedy}"
             )
