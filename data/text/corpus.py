@@ -105,8 +105,7 @@ def write_corpus(
     documents are then copied to their splits.
 
     Args:
-      writer: of the corpus.
-      rows: reads and encodes rows.
+      writer: of the corpus. rows: reads and encodes rows.
       inputs: files and directories; hidden files in a directory are left out.
       least_held_out: characters to hold out of small corpora (see `Holdout`).
       on_bad_row: called with the first bad rows, which are skipped; None: one ends it.
