@@ -4,7 +4,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import grain
 import numpy as np
@@ -32,28 +31,37 @@ class Balanced:
     steps: int
 
     def sequence(self, rows: int) -> grain.MapDataset[int]:
-        drawn, window = self.order.sequence(rows), self.steps * self.batch_rows
+        drawn = self.order.sequence(rows)
+        window = self.steps * self.batch_rows
+        # Of two windows: threads read ahead into the next one.
+        kept = functools.lru_cache(maxsize=2)
+        assigned = kept(functools.partial(self._assigned, drawn))
 
-        @functools.lru_cache(maxsize=2)  # threads read ahead into the next window
-        def assigned(number: int) -> np.ndarray:
-            places = range(number * window, min((number + 1) * window, len(drawn)))
-            found = np.array([drawn[place] for place in places])
-            whole = len(found) // self.batch_rows * self.batch_rows
-            times, keys = Counter[int](), []
-            for row in found[:whole].tolist():
-                keys.append((times[row], -self.work(row)))
-                times[row] += 1
-            steps = np.array(sorted(range(whole), key=keys.__getitem__), int)
-            steps = steps.reshape(-1, self.batch_rows)
-            # Steps come as the first of their rows were drawn: by chance, not by work.
-            steps = steps[np.argsort(steps[:, 0])][:, folded(self.batch_rows)]
-            return np.append(found[steps.reshape(-1)], found[whole:])
-
-        def row(place: int) -> int:
-            number, inside = divmod(place, window)
-            return int(assigned(number)[inside])
+        def row(number: int) -> int:
+            return int(assigned(number // window)[number % window])
 
         return grain.MapDataset.range(len(drawn)).map(row)
+
+    def _assigned(self, drawn: grain.MapDataset[int], number: int) -> np.ndarray:
+        """Returns a window's rows, int64 (rows,), by steps; those left over come last.
+
+        It depends on these rows alone, so a run that begins in a window reads its steps
+        as one that read all those before.
+        """
+        window = self.steps * self.batch_rows
+        end = min((number + 1) * window, len(drawn))
+        rows = np.array([drawn[n] for n in range(number * window, end)])
+        whole = len(rows) // self.batch_rows * self.batch_rows
+        times = Counter[int]()
+        keys = []
+        for row in rows[:whole].tolist():
+            keys.append((times[row], -self.work(row)))
+            times[row] += 1
+        steps = np.array(sorted(range(whole), key=keys.__getitem__), int)
+        steps = steps.reshape(-1, self.batch_rows)
+        # Steps come as the first of their rows were drawn: by chance, not by work.
+        steps = steps[np.argsort(steps[:, 0])][:, folded(self.batch_rows)]
+        return np.append(rows[steps.reshape(-1)], rows[whole:])
 
 
 def folded(count: int) -> list[int]:
@@ -63,7 +71,9 @@ def folded(count: int) -> list[int]:
     """
     groups = [[number] for number in range(count)]
     while len(groups) > 1:
-        first = -(-len(groups) // 2)
-        halves = groups[:first], groups[: first - 1 : -1]
-        groups = [a + b for a, b in zip_longest(*halves, fillvalue=[])]
+        half = -(-len(groups) // 2)
+        joined = groups[:half]
+        for group, last in zip(joined, reversed(groups[half:]), strict=False):
+            group += last
+        groups = joined
     return groups[0]

@@ -29,16 +29,16 @@ class DocumentMask:
         Raises:
           ValueError: the form is unknown.
         """
-        found = _FORMS.fullmatch(mask)
-        if found and not found["name"]:
+        form = _FORMS.fullmatch(mask)
+        if form and not form["name"]:
             return cls()
-        if not found or not 0 < int(found["tokens"]) < 1 << 31:
+        if not form or not 0 < int(form["tokens"]) < 1 << 31:
             raise ValueError(
                 f'{mask=} must be "causal", "window(N)" or "prefix(N)" with N tokens '
                 'from 1 to 2^31 - 1, as in "window(4096)"; they are not joined: a '
                 "window shows nothing ahead, so it would leave no prefix"
             )
-        return cls(**{found["name"]: int(found["tokens"])})
+        return cls(**{form["name"]: int(form["tokens"])})
 
     def bounds(
         self, index: np.ndarray, first: np.ndarray, end: np.ndarray

@@ -12,7 +12,7 @@ MOST_OF_ONE = 1 << 30
 """Bytes of a text, a line or a list, each of which is held whole."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes | bytearray) -> Any:
     """Parses a JSON text; NaN and Infinity are numbers, as Python writes them.
 
     Raises:
@@ -49,14 +49,14 @@ def read_json_object(path: Path, remedy: str = "copy it again") -> dict[str, Any
     """
     check_size(path.stat().st_size, str(path))
     try:
-        found = parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(
-            f"{path} must be a JSON object, got {type(found).__name__}: {remedy}"
+            f"{path} must be a JSON object, got {type(value).__name__}: {remedy}"
         )
-    return found
+    return value
 
 
 def is_number(value: Any) -> bool:
@@ -80,9 +80,9 @@ short = _REPR.repr
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"{twice[:80]!r} stands twice in an object")
-    return found
+    return values

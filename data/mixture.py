@@ -5,7 +5,9 @@ of the corpus' rows from the seed: so a mixture resumes at a step number, as one
 """
 
 import contextlib
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,22 +39,24 @@ def parse_mixture(text: str) -> dict[str, float | None]:
     wanted = (
         'say one directory, or several, as "a,b", or with weights, as "a:0.7,b:0.3"'
     )
-    found: dict[str, float | None] = {}
+    weights: dict[str, float | None] = {}
     for part in map(str.strip, text.split(",")):
-        name, weight = part, None
+        name = part
+        weight = None
         with contextlib.suppress(ValueError):  # it has no weight
             before, number = part.rsplit(":", 1)
-            name, weight = before, float(number)
-        if not name or name in found:
+            weight = float(number)
+            name = before
+        if not name or name in weights:
             what = "twice" if name else "an empty name"
             raise ValueError(f"{text!r} has {name or part!r} {what}: {wanted}")
-        found[name] = weight
-    given = [weight for weight in found.values() if weight is not None]
-    if given and len(given) < len(found):
+        weights[name] = weight
+    given = [weight for weight in weights.values() if weight is not None]
+    if given and len(given) < len(weights):
         raise ValueError(f"{text!r} has weights for some only: {wanted}")
     if not all(0 < weight < math.inf for weight in given):
         raise ValueError(f"{text!r} must have weights above 0, and finite: {wanted}")
-    return found
+    return weights
 
 
 @dataclass(frozen=True)
@@ -108,21 +112,21 @@ class MixedOrder:
     order: RowOrder
 
     def sequence(self, rows: int) -> grain.MapDataset[int]:
-        begins = np.cumsum([0, *self.rows[:-1]])
-        parts = [
-            self.order.sequence(count).map(lambda row, begin=int(begin): row + begin)
-            for begin, count in zip(begins, self.rows, strict=True)
-        ]
+        parts = []
+        begin = 0
+        for count in self.rows:
+            part = self.order.sequence(count)
+            parts.append(part.map(functools.partial(operator.add, begin)))
+            begin += count
         return grain.MapDataset.mix(parts, [*self.weights])
 
 
 def shares(weights: Mapping[str, float | None], rows: Sequence[int]) -> list[float]:
     """Returns the share of each corpus, of 1; by its rows where it has no weight."""
-    found = [
-        float(count) if weight is None else weight
-        for weight, count in zip(weights.values(), rows, strict=True)
-    ]
-    return [weight / sum(found) for weight in found]
+    parts = []
+    for weight, count in zip(weights.values(), rows, strict=True):
+        parts.append(float(count) if weight is None else weight)
+    return [part / sum(parts) for part in parts]
 
 
 def check_alike(corpora: Sequence[TokenFile]) -> None:
@@ -134,11 +138,11 @@ def check_alike(corpora: Sequence[TokenFile]) -> None:
     """
     first = _facts(corpora[0])
     for corpus in corpora[1:]:
-        for what, found in _facts(corpus).items():
-            if found != first[what]:
+        for what, fact in _facts(corpus).items():
+            if fact != first[what]:
                 raise ValueError(
                     f"corpora {corpora[0].directory} and {corpus.directory} differ in "
-                    f"their {what} ({first[what]} and {found}), so one model cannot "
+                    f"their {what} ({first[what]} and {fact}), so one model cannot "
                     "read both: prepare them with the same tokenizer"
                 )
 

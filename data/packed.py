@@ -20,7 +20,7 @@ import numpy as np
 
 from data.files import describe_file, new_directory
 from data.json_text import read_json_object, short
-from data.remote import RangeReader, State, open_binary, place, reach, state
+from data.remote import RangeReader, State, as_path, open_binary, reach, state
 
 FILES = "files"
 """Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
@@ -28,7 +28,8 @@ COMPARED_BYTES = 1 << 28
 """Files of up to this size, together, are always compared with their digests."""
 UNREAD = "blocks.sha256"
 """Key of older indexes: the digest of a file beside them with digests by block."""
-_BYTES_AT_A_TIME, _GAP_BYTES = 1 << 22, 1 << 16
+_BYTES_AT_A_TIME = 1 << 22
+_GAP_BYTES = 1 << 16
 _identified: dict[Path, State] = {}
 """Files that `identify` has looked at, as they were then: they are read as these."""
 
@@ -47,7 +48,8 @@ class StoredArray:
 
         offset: bytes before the first row.
         """
-        self.path, self.shape = path, shape
+        self.path = path
+        self.shape = shape
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._offset = offset
         self._row_bytes = self.dtype.itemsize * prod(shape[1:])
@@ -61,42 +63,45 @@ class StoredArray:
     def __getitem__(self, rows: slice) -> np.ndarray:
         """Reads these rows; raises OSError where they cannot be read."""
         begin, end, _ = rows.indices(self.shape[0])
-        found = np.empty((max(end - begin, 0), *self.shape[1:]), self.dtype)
-        wanted, done = found.reshape(-1).view(np.uint8), 0
+        numbers = np.empty((max(end - begin, 0), *self.shape[1:]), self.dtype)
+        buffer = numbers.reshape(-1).view(np.uint8)
         first = self._offset + begin * self._row_bytes
-        while done < wanted.size:
-            count = self._reader.into(wanted[done:], first + done)
+        done = 0
+        # A disk or a bucket may give less than it is asked for.
+        while done < buffer.size:
+            count = self._reader.into(buffer[done:], first + done)
             if not count:
                 raise OSError(
                     f"{self.path} ends at byte {first + done} and was longer when it "
                     "was opened: it was cut short while it was read; copy it again"
                 )
             done += count
-        return found
+        return numbers
 
-    def take(self, places: np.ndarray) -> np.ndarray:
-        """Reads the rows at places, int of any shape: (*that shape, *a row's).
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        """Reads rows by their numbers, int of any shape: (*that shape, *a row's).
 
-        Fastest where places do not decrease. What lies between them is read too, where
+        Fastest where numbers do not decrease. What lies between rows is read too, where
         it is short, but little of it is in memory at a time.
 
         Raises:
           OSError: as above.
         """
-        flat, order = places.reshape(-1), None
+        flat = rows.reshape(-1)
+        order = None
         if (flat[1:] < flat[:-1]).any():
             order = np.argsort(flat, kind="stable")
             flat = flat[order]
-        found = np.empty((flat.size, *self.shape[1:]), self.dtype)
+        taken = np.empty((flat.size, *self.shape[1:]), self.dtype)
         is_far = np.diff(flat) * self._row_bytes > _GAP_BYTES
         is_far |= np.diff(flat * self._row_bytes // _BYTES_AT_A_TIME) > 0
         bounds = np.r_[0, np.flatnonzero(is_far) + 1, flat.size] if flat.size else []
         for begin, end in pairwise(bounds):
             near = flat[begin:end]
-            found[begin:end] = self[near[0] : near[-1] + 1][near - near[0]]
+            taken[begin:end] = self[near[0] : near[-1] + 1][near - near[0]]
         if order is not None:
-            found[order] = found.copy()
-        return found.reshape(*places.shape, *self.shape[1:])
+            taken[order] = taken.copy()
+        return taken.reshape(rows.shape + self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ class PackedFormat:
         reach(directory)
         path = directory / self.index
         if not path.is_file():
-            make, why = self.make, ""
+            make = self.make
+            why = ""
             if directory.exists():
                 why = f", it has no {self.index}"
                 make = make.replace("TEXTS", str(directory))
@@ -136,14 +142,14 @@ class PackedFormat:
                 f"there is no {self.name} {directory}{why}: give the directory of one, "
                 f"or make one: {make}"
             )
-        found = read_json_object(path, self.remedy)
-        version = found.get("version")
+        index = read_json_object(path, self.remedy)
+        version = index.get("version")
         if type(version) is not int or version != self.version:
             raise ValueError(
                 f"{path} has format version {short(version)}, and this program reads "
                 f"version {self.version}: {self.remedy}"
             )
-        return found
+        return index
 
     @contextlib.contextmanager
     def parsing(self, directory: Path, what: str) -> Iterator[None]:
@@ -178,23 +184,23 @@ class PackedFormat:
         """
         dtype = np.dtype(dtype)
         expected = len(header) + dtype.itemsize * prod(shape)
-        said = f"{dtype.name} of {shape}, which is {expected} bytes"
-        self._check_size(path, expected, said)
+        described = f"{dtype.name} of {shape}, which is {expected} bytes"
+        self._check_size(path, expected, described)
         with open_binary(path) as file:
             if file.read(len(header)) != header:
                 raise ValueError(
-                    f"{path} does not begin as {said}, as {self.index} says: the file "
-                    f"was replaced; copy it again or {self.remedy}"
+                    f"{path} does not begin as {described}, as {self.index} says: the "
+                    f"file was replaced; copy it again or {self.remedy}"
                 )
         return StoredArray(path, dtype, shape, len(header))
 
-    def _check_size(self, path: Path, expected: int, said: str) -> None:
+    def _check_size(self, path: Path, expected: int, described: str) -> None:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {self.remedy}")
         size = path.stat().st_size
         if size != expected:
             raise ValueError(
-                f"{path} has {size} bytes, but {self.index} says {said}: "
+                f"{path} has {size} bytes, but {self.index} says {described}: "
                 f"the file was cut short or replaced; copy it again or {self.remedy}"
             )
 
@@ -209,38 +215,38 @@ class PackedFormat:
           FileNotFoundError: the index or a file is missing.
           ValueError: a file is not what was written, or the index is damaged.
         """
-        directory = place(directory)
+        directory = as_path(directory)
         index = self.read_index(directory)
         named = {n: v for n, v in index.items() if n not in (*self.origin, UNREAD)}
-        found = digest(named)
+        described = digest(named)
         if FILES not in index:
-            said = f"{directory} has no digests, of an older program: not compared"
-            return found, said
+            note = f"{directory} has no digests, of an older program: not compared"
+            return described, note
+        sizes: dict[Path, int] = {}
+        digests: dict[Path, str] = {}
         with self.parsing(directory, f"its {FILES}"):
-            files = [
-                (
-                    (directory / self.index).with_name(name),
-                    whole_number("bytes", facts["bytes"]),
-                    str(facts["sha256"]),
-                )
-                for name, facts in index[FILES].items()
-            ]
-        for path, size, _ in files:
+            for name, facts in index[FILES].items():
+                path = (directory / self.index).with_name(name)
+                sizes[path] = whole_number("bytes", facts["bytes"])
+                digests[path] = str(facts["sha256"])
+        for path, size in sizes.items():
             self._check_size(path, size, str(size))
+            # Taken before the digests are compared: a file that is replaced behind
+            # that is refused where it is read, not trained on.
             _identified[path] = state(path)
-        whole = sum(size for _, size, _ in files)
+        whole = sum(sizes.values())
         if whole > COMPARED_BYTES and not compare:
-            return found, (
+            return described, (
                 f"{directory} has {whole / 1e9:.1f} GB, which are not compared with "
                 "their digests: config.data.compare_digests=True does"
             )
-        for path, _, sha256 in files:
+        for path, sha256 in digests.items():
             if describe_file(path)["sha256"] != sha256:
                 raise ValueError(
                     f"{path} is not what was written, by its digest: it was damaged or "
                     f"replaced; copy it again or {self.remedy}"
                 )
-        return found, ""
+        return described, ""
 
 
 class PackedWriter:
@@ -258,10 +264,11 @@ class PackedWriter:
     format: PackedFormat
 
     def __init__(self, directory: Path):
-        self.directory = place(directory)
+        self.directory = as_path(directory)
 
     def __enter__(self) -> Self:
-        self._whole, self._opened = contextlib.ExitStack(), contextlib.ExitStack()
+        self._whole = contextlib.ExitStack()
+        self._opened = contextlib.ExitStack()
         self._partial = self._whole.enter_context(new_directory(self.directory))
         self._whole.enter_context(self._opened)
         return self
@@ -280,26 +287,27 @@ class PackedWriter:
             return
         with self._whole:
             self._opened.close()
-            facts, paths = self._finish(), sorted(self._partial.iterdir())
-            kept = [path for path in paths if path.name not in self.format.origin]
+            facts = self._finish()
+            names = sorted(path.name for path in self._partial.iterdir())
+            kept = [name for name in names if name not in self.format.origin]
+            paths = map(self._partial.joinpath, kept)
             with ThreadPoolExecutor() as pool:  # hashing lets others run
-                found = zip(kept, pool.map(describe_file, kept), strict=True)
-                files = {path.name: facts for path, facts in found}
+                files = dict(zip(kept, pool.map(describe_file, paths), strict=True))
             index = {"version": self.format.version, **facts, FILES: files}
             text = json.dumps(index, indent=1) + "\n"
             (self._partial / self.format.index).write_text(text)
 
 
-def whole_number(name: str, found: Any, least: int = 0) -> int:
+def whole_number(name: str, number: Any, least: int = 0) -> int:
     """Checks a number that an index has to hold.
 
     Raises:
       ValueError: it is not a whole number, or is below the least.
     """
-    if type(found) is not int or found < least:
-        given = f"{name}={short(found)}"
+    if type(number) is not int or number < least:
+        given = f"{name}={short(number)}"
         raise ValueError(f"{given} must be a whole number, at least {least}")
-    return found
+    return number
 
 
 def truth(index: Mapping[str, Any], name: str) -> bool:
@@ -308,13 +316,13 @@ def truth(index: Mapping[str, Any], name: str) -> bool:
     Raises:
       ValueError: it is another value.
     """
-    found = index.get(name, False)
-    if type(found) is not bool:
-        raise ValueError(f"{name}={short(found)} must be true or false")
-    return found
+    value = index.get(name, False)
+    if type(value) is not bool:
+        raise ValueError(f"{name}={short(value)} must be true or false")
+    return value
 
 
-def digest(found: Mapping[str, Any]) -> str:
+def digest(description: Mapping[str, Any]) -> str:
     """Returns 16 hex digits that are equal only for equal descriptions."""
-    text = json.dumps(found, sort_keys=True)
+    text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -13,14 +13,16 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import numpy as np
 
 BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}
 """Packages that buckets need and that are not installed everywhere."""
-FETCHED_BYTES, _KEPT = 1 << 22, 64
-"""Of a range that is fetched at once, and kept: 256 MiB in a process, at most."""
+FETCHED_BYTES = 1 << 22
+"""Of a range that is fetched at once."""
+_KEPT = 64
+"""Ranges that a process keeps: 256 MiB at most."""
 WAITS = (1.0, 4.0)
 """Seconds before each next try of what a bucket's client tries once."""
 
@@ -32,7 +34,7 @@ def is_bucket(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def place(path: str | Path) -> Path:
+def as_path(path: str | Path) -> Path:
     """Returns a path on a disk, or in a bucket (`gs://…`, `s3://…`), which acts alike.
 
     A "~" at its beginning is the home directory, as no shell replaces it in --x=~/y.
@@ -55,7 +57,7 @@ def place(path: str | Path) -> Path:
             f"{path} needs {error.name}, which is not installed: install what "
             "requirements-buckets.txt pins (make venv ACCELERATOR=buckets)"
         ) from error
-    return UPath(path)
+    return cast(Path, UPath(path))
 
 
 def reach(path: Path) -> None:
@@ -78,7 +80,7 @@ def naming_lost(path: Path) -> Iterator[None]:
         ) from error
 
 
-def open_binary(path: Path) -> BinaryIO:
+def open_binary(path: Path) -> io.BufferedReader:
     """Opens a file to read, with a buffer."""
     file = path.open("rb")
     return io.BufferedReader(file) if is_bucket(path) else file
@@ -90,9 +92,10 @@ def upload(directory: Path, path: Path) -> None:
     Raises:
       OSError: as `naming_lost`.
     """
-    files = [found for found in directory.rglob("*") if found.is_file()]
-    for file in sorted(files, key=lambda found: found.stat().st_mtime_ns):
-        target = path / file.relative_to(directory).as_posix()
+    files = filter(Path.is_file, directory.rglob("*"))
+    # The index of a directory was written last, and says that the others are there.
+    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns):
+        target: Any = path / file.relative_to(directory).as_posix()
         with naming_lost(target):
             target.fs.put_file(str(file), target.path)
 
@@ -105,7 +108,7 @@ def state(file: Any) -> State:
     if is_bucket(file):
         file.fs.invalidate_cache(file.path)
         facts = file.fs.info(file.path)
-        return tuple(facts.get(name) for name in ("size", "ETag", "generation"))
+        return facts.get("size"), facts.get("ETag"), facts.get("generation")
     facts = os.stat(file)
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
@@ -121,7 +124,8 @@ class RangeReader:
 
         before: the file's state that it has to have; None: that it has now.
         """
-        self._path, self._file = path, None
+        self._path = path
+        self._file = None
         if not is_bucket(path):
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
@@ -138,10 +142,11 @@ class RangeReader:
             now = state(self._file)
         else:
             end = begin + min(wanted.size, FETCHED_BYTES)
-            found, now = _fetch(self._path, self._state, begin, end)
-            wanted[: len(found)] = np.frombuffer(found, np.uint8)
-            count = len(found)
-        if now != self._state:  # and nobody knows which of the two was read
+            fetched, now = _fetch(self._path, self._state, begin, end)
+            count = len(fetched)
+            wanted[:count] = np.frombuffer(fetched, np.uint8)
+        # After the read: what was read may be of either file.
+        if now != self._state:
             raise OSError(
                 f"{self._path} was changed or replaced while it was used: copy it "
                 "again, and start again"
@@ -153,14 +158,18 @@ class RangeReader:
 def _fetch(path: Any, before: State, begin: int, end: int) -> tuple[bytes, State]:
     """Fetches a range of an object that was in a state; and the state after that."""
     with naming_lost(path):
-        for seconds in (*WAITS, None):
-            try:
-                found = path.fs.cat_file(path.path, start=begin, end=end)
-                if len(found) <= end - begin:
-                    break
-                raise ValueError(f"of {end - begin} bytes it sends {len(found)}")
-            except (FileNotFoundError, ValueError):
-                if seconds is None:
-                    raise
-                time.sleep(seconds)
-        return found, state(path)
+        for seconds in WAITS:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                fetched = _fetch_once(path, begin, end)
+                break
+            time.sleep(seconds)
+        else:
+            fetched = _fetch_once(path, begin, end)
+        return fetched, state(path)
+
+
+def _fetch_once(path: Any, begin: int, end: int) -> bytes:
+    fetched = path.fs.cat_file(path.path, start=begin, end=end)
+    if len(fetched) > end - begin:
+        raise ValueError(f"of {end - begin} bytes it sends {len(fetched)}")
+    return fetched

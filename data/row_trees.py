@@ -29,8 +29,8 @@ class RowTrees(NamedTuple):
 
         segments: int64 (s, 2), as of `data.text.token_file.TokenFile`.
         """
-        found = segments[slice(*np.searchsorted(segments[:, 0], (begin, stop)))]
-        begins, back = found.T
+        first, end = np.searchsorted(segments[:, 0], (begin, stop))
+        begins, back = segments[first:end].T
         parents = np.where(back, np.arange(back.size) - back, -1)
         return cls(np.append(begins, stop) - begin, parents)
 
@@ -40,12 +40,13 @@ class RowTrees(NamedTuple):
 
         documents: lengths, or groups (see `GROUP`).
         """
-        ends, parents = [0], []
+        ends = [0]
+        parents: list[int] = []
         for document in cycle(documents):
             if ends[-1] >= tokens:
                 break
-            found = GROUP.fullmatch(str(document))
-            sizes = [*map(int, found.groups())] if found else [int(document), 0, 0]
+            group = GROUP.fullmatch(str(document))
+            sizes = map(int, group.groups() if group else (document, 0, 0))
             prompt, answers, size = sizes
             parents += [-1] + [len(parents)] * answers
             ends += (ends[-1] + prompt + size * np.arange(answers + 1)).tolist()
@@ -62,7 +63,8 @@ class RowTrees(NamedTuple):
         """Tokens before each that it continues, int64 (s,)."""
         if (self.parents < 0).all():
             return np.zeros_like(self.parents)
-        sizes, depths = self.sizes.tolist(), []
+        sizes = self.sizes.tolist()
+        depths: list[int] = []
         for parent in self.parents.tolist():
             depths.append(depths[parent] + sizes[parent] if parent >= 0 else 0)
         return np.array(depths)
@@ -84,7 +86,7 @@ class RowTrees(NamedTuple):
         """Returns k_start and k_end of the tokens at `index`, int32 (L, intervals)."""
         ids = np.repeat(np.arange(self.parents.size), self.sizes)
         mask = tree(ids, self.parents, intervals)
-        bounds = mask(np.arange(ids.size, dtype=np.int32), ids.size)  # (m, 1, T) each
-        place = np.minimum(index, ids.size - 1)
-        k_start, k_end = (bound[:, 0, place].T for bound in bounds)
-        return k_start, k_end
+        k_start, k_end = mask(np.arange(ids.size, dtype=np.int32), ids.size)
+        token = np.minimum(index, ids.size - 1)
+        # From (m, 1, T), as masks have bounds, to (L, m).
+        return np.asarray(k_start)[:, 0, token].T, np.asarray(k_end)[:, 0, token].T

@@ -13,17 +13,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Protocol
 
 import grain
 import numpy as np
 
 from data.batch import Batch, Block
+from data.column_order import ColumnOrder
 from data.document_mask import DocumentMask
 from data.row_trees import RowTrees
 from data.text.token_file import TokenFile
-from kernels.layouts import Layout, order, padded_length
+from kernels.layouts import Layout, padded_length
 
 
 class RowPlan(Protocol):
@@ -36,9 +37,9 @@ class RowPlan(Protocol):
     def rows(self) -> int: ...
 
     def read(self, row: int, index: np.ndarray) -> Batch:
-        """Reads the tokens at `index`, int32 (L,) places in the row: arrays (L,).
+        """Reads the row's tokens of numbers `index`, int32 (L,): arrays (L,).
 
-        Places from `length` on hold padding, as the layout of a ring may need it.
+        Numbers from `length` on are padding, as the layout of a ring may need it.
         Or another NamedTuple, of arrays (L, …), as `data.agents.chains.Chains` gives.
         """
 
@@ -47,8 +48,7 @@ class RowPlan(Protocol):
 class CorpusRows(ABC):
     """Rows that are parts of a corpus' stream, one after the other.
 
-    corpus: whose tokens they hold.
-    length: tokens in a row, or fewer and padding.
+    corpus: whose tokens they hold. length: tokens in a row, or fewer and padding.
     mask: which tokens of its own document a token sees.
     intervals: of keys that a token sees, of which some may be empty; more than 1 with
       trees, in whole documents.
@@ -88,9 +88,10 @@ class CorpusRows(ABC):
     def read(self, row: int, index: np.ndarray) -> Batch:
         """Reads tokens of a row, as `RowPlan.read`."""
         begin, trees = self._trees(row)
-        bounds, size = trees.bounds, int(trees.bounds[-1])
-        part = np.searchsorted(bounds[:-1], index, side="right") - 1
-        first, end = (x[part].astype(np.int32) for x in (bounds[:-1], bounds[1:]))
+        size = int(trees.bounds[-1])
+        part = np.searchsorted(trees.bounds[:-1], index, side="right") - 1
+        first = trees.bounds[part].astype(np.int32)
+        end = trees.bounds[part + 1].astype(np.int32)
         is_real = index < min(size, self.length)
         positions = np.where(is_real, index - first + trees.depths[part], 0)
         if self.intervals > 1:
@@ -98,21 +99,22 @@ class CorpusRows(ABC):
         else:
             k_start, k_end = self.mask.bounds(index, first, end.clip(max=self.length))
         pairs = np.stack([index, index + 1], axis=1)
-        places = begin + np.minimum(pairs, size - 1, dtype=np.int64)
+        offsets = begin + np.minimum(pairs, size - 1, dtype=np.int64)  # (L, 2)
+        # The token behind a document's last one is of another document.
         has_target = (index + 1 < end) | (trees.goes_on[part] & is_real)
         # A token of the prefix would see its target there.
         has_target &= positions + 1 >= self.mask.prefix
-        weights = self.corpus.weights(places[:, 1])
-        tokens, targets = self.corpus.ids(places).T
-        is_seen, behind = is_real, index
-        if k_start.ndim > 1:
-            is_seen, behind = is_real[:, None], index[:, None]
+        weights = self.corpus.weights(offsets[:, 1])
+        tokens, targets = self.corpus.ids(offsets).T
+        # As no k_end is behind the last real token, these make padding see nothing.
+        shape = (-1, *[1] * (k_start.ndim - 1))
+        k_start = np.where(is_real.reshape(shape), k_start, index.reshape(shape))
         return Batch(
             tokens=np.where(is_real, tokens, 0),
             targets=np.where(index + 1 < size, targets, 0),
             loss_weights=np.where(has_target, weights, np.float32(0)),
             positions=positions.astype(np.int32),
-            k_start=np.where(is_seen, k_start, behind),
+            k_start=k_start,
             k_end=k_end,
         )
 
@@ -125,10 +127,7 @@ class CorpusRows(ABC):
         return int(self.mask.pairs(np.diff(bounds)).sum())
 
     def _trees(self, row: int) -> tuple[int, RowTrees]:
-        """Returns where the row begins, and from there its trees: its documents.
-
-        The target of the last token is in them.
-        """
+        """Returns where the row begins, and its trees, the last target included."""
         begin, stop = self.span(row)
         if self.corpus.segments is not None:
             return begin, RowTrees.of(self.corpus.segments, begin, stop)
@@ -163,8 +162,8 @@ class CountedRows(CorpusRows):
     def _counts(self, offsets: np.ndarray, first: int) -> np.ndarray:
         """Returns how many rows begin in each document of a block, int64 (documents,).
 
-        offsets: where these start, and the last one ends. first: where the first row
-          begins of those behind the blocks before.
+        offsets: where these start, and the last one ends.
+        first: stream offset of the first row that starts in this block.
         """
 
     @abstractmethod
@@ -177,19 +176,21 @@ class CountedRows(CorpusRows):
 
     @cached_property
     def _blocks(self) -> np.ndarray:
-        """Rows before each block, and where the next one begins: (2, blocks + 1).
+        """Rows before each block, and the offset of its first: int64 (2, blocks + 1).
 
-        Both are int64; the last are all rows.
+        The last column is of the end: all rows, and where another would begin.
         """
-        found, (rows, first) = [(0, 0)], (0, 0)
+        before = [0]
+        firsts = [0]
         for number in range(self.corpus.documents.blocks):
             offsets = self.corpus.documents.block(number)
+            first = firsts[-1]
             counts = self._counts(offsets, first)
             if counts.any():
-                rows += int(counts.sum())
                 first = self._end(int(offsets[np.flatnonzero(counts)[-1]]))
-            found.append((rows, first))
-        return np.array(found).T
+            before.append(before[-1] + int(counts.sum()))
+            firsts.append(first)
+        return np.array([before, firsts])
 
     def span(self, row: int) -> tuple[int, int]:
         before, firsts = self._blocks
@@ -221,18 +222,20 @@ class WholeRows(CountedRows):
                 "the corpus for this one, or use packed rows"
             )
         counts = np.zeros_like(lengths)
-        behind = offsets.searchsorted(offsets + self.length, side="right") - 1
-        behind, document = behind.tolist(), int(offsets.searchsorted(first))
+        # Of each document, the first that does not fit in a row beginning with it.
+        after = offsets.searchsorted(offsets + self.length, side="right") - 1
+        nexts = after.tolist()
+        document = int(offsets.searchsorted(first))
         while document < lengths.size:
             counts[document] = 1
-            document = behind[document]
+            document = nexts[document]
         return counts
 
     def _end(self, begin: int) -> int:
-        documents, end = self.corpus.documents, begin + self.length
+        documents = self.corpus.documents
+        end = begin + self.length
         # A document that ends there is the last one that fits.
-        fitting = documents.search(end) - (end < documents.end)
-        return documents.offset(fitting)
+        return documents.offset(documents.search(end) - (end < documents.end))
 
 
 class DocumentRows(CountedRows):
@@ -319,21 +322,17 @@ class TextBatches:
           ValueError: there are too few rows for one batch.
         """
         self.blocks = tuple(dict.fromkeys(blocks))
-        self._plan, self.rows = plan, plan.rows
+        self._plan = plan
+        self.rows = plan.rows
         self.columns = columns or padded_length(layout, ring_size, plan.length)
-        # What several devices hold of a row is read once, in increasing order.
+        # By rows of the batch, so that what several devices hold of a row is read once.
         held: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for block in self.blocks:
             held.setdefault(block.rows, []).append(block.columns)
 
-        @cache
-        def read(*columns: tuple[int, int]) -> tuple[np.ndarray, list[np.ndarray]]:
-            parts = [order(layout, ring_size, self.columns, part) for part in columns]
-            index = np.concatenate(parts).astype(np.int32)
-            by_index = np.argsort(index, kind="stable")
-            return index[by_index], np.split(np.argsort(by_index), len(columns))
-
-        self._held = {rows: (columns, read(*columns)) for rows, columns in held.items()}
+        # Cached: most rows of a batch are held with the same columns.
+        ordered = cache(partial(ColumnOrder, layout, ring_size, self.columns))
+        self._held = {rows: ordered((*columns,)) for rows, columns in held.items()}
         sequence = row_order.sequence(plan.rows)
         self.ordered = len(sequence)
         if fills:
@@ -359,14 +358,18 @@ class TextBatches:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"{step=} must be one of the {len(self)} batches")
-        numbers, found = self._steps[step], {}
-        for rows, (columns, (index, places)) in self._held.items():
-            read = [self._plan.read(int(n), index) for n in numbers[slice(*rows)]]
-            whole = [*map(np.stack, zip(*read, strict=True))]
-            for part, place in zip(columns, places, strict=True):
-                arrays = (array[:, place] for array in whole)
-                found[Block(rows, part)] = type(read[0])(*arrays)
-        return found
+        # A step's rows follow from its number alone. Did they depend on the host or on
+        # what was read before, hosts would join blocks of unlike batches, and a run
+        # that resumes would read other rows: in silence, as all shapes fit.
+        numbers = np.asarray(self._steps[step])
+        blocks = {}
+        for (begin, end), columns in self._held.items():
+            read = [self._plan.read(int(n), columns.index) for n in numbers[begin:end]]
+            whole = [*map(np.stack, zip(*read, strict=True))]  # (rows, L, …) each
+            for part, inverse in columns.inverse.items():
+                arrays = [array[:, inverse] for array in whole]
+                blocks[Block((begin, end), part)] = type(read[0])._make(arrays)
+        return blocks
 
 
 def iterate(

@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import agents
-from data.remote import place
+from data.remote import as_path
 from data.text.skipped import printable
 from tasks import run_config
 from tasks.config_errors import fields_by_name
@@ -178,7 +178,7 @@ class Parser(argparse.ArgumentParser):
     """Arguments of a program, whose description is its help; errors are one line.
 
     Names of arguments are not to be shortened: what is no argument of the program may
-    be one of its config. Arguments that are paths are those of `place`.
+    be one of its config. Arguments that are paths are those of `as_path`.
     """
 
     def __init__(self, description: str | None = None, **options: Any):
@@ -188,7 +188,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
-        self.register("type", Path, place)
+        self.register("type", Path, as_path)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}: see --help")

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from data.balance import Balanced
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
 from data.packed import digest
-from data.remote import place
+from data.remote import as_path
 from data.rows import ROW_PLANS, CorpusRows, InOrder, RowOrder, RowPlan, Shuffled
 from data.text import token_file
 from data.text.corpus import prepare_standard_library
@@ -32,7 +32,7 @@ def named(config: ConfigDict) -> dict[str, float | None]:
     try:
         weights = parse_mixture(config.data.corpus) if config.data.corpus else {}
         for directory in weights:
-            place(directory)
+            as_path(directory)
         return weights
     except (ImportError, NotImplementedError, ValueError) as error:
         raise ValueError(f"config.data.corpus={error}") from error
@@ -40,7 +40,7 @@ def named(config: ConfigDict) -> dict[str, float | None]:
 
 def directories(config: ConfigDict) -> list[Path]:
     """Returns the corpora; prepares the default one where it is missing."""
-    paths = [place(name) for name in named(config)]
+    paths = [as_path(name) for name in named(config)]
     return paths or [prepare_standard_library(STANDARD_LIBRARY)]
 
 
@@ -56,7 +56,7 @@ def vocab_size(config: ConfigDict) -> int:
     if config.model.vocab_size:
         return config.model.vocab_size
     try:
-        sizes = [token_file.vocab_size(place(name)) for name in named(config)]
+        sizes = [token_file.vocab_size(as_path(name)) for name in named(config)]
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}; or set config.model.vocab_size, which is the corpus's where "
@@ -93,7 +93,8 @@ def intervals(config: ConfigDict) -> int:
     Raises:
       FileNotFoundError, ValueError: a corpus is missing or damaged.
     """
-    return max((token_file.intervals(place(name)) for name in named(config)), default=1)
+    directories = map(as_path, named(config))
+    return max(map(token_file.intervals, directories), default=1)
 
 
 @names_fields
@@ -110,7 +111,7 @@ def rows(config: ConfigDict, split: str, vocab_size: int) -> tuple[RowPlan, RowO
     if config.data.rows not in ROW_PLANS:
         raise ValueError(f"{config.data.rows=} must be one of {', '.join(ROW_PLANS)}")
     weights = named(config)
-    paths = map(place, weights or [STANDARD_LIBRARY])
+    paths = map(as_path, weights or [STANDARD_LIBRARY])
     corpora = [TokenFile.open(path, split) for path in paths]
     for corpus in corpora:
         corpus.check_vocabulary(vocab_size)

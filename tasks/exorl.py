@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from data.agents.chains import PLACES, ChainBatch, Chains
+from data.agents.chains import INTEGERS, ChainBatch, Chains
 from data.agents.trajectory_file import TrajectoryFile
 from data.batch import Block
 from data.rows import InOrder, RowPlan, TextBatches
@@ -164,7 +164,7 @@ class AgentRun(Run[AgentConfig]):
         arrays = []
         for name in ChainBatch._fields:
             shape = (*self.shape, *sizes.get(name, ()))
-            dtype = jnp.int32 if name in PLACES else jnp.float32
+            dtype = jnp.int32 if name in INTEGERS else jnp.float32
             arrays.append(jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding))
         return ChainBatch._make(arrays)
 

@@ -10,7 +10,7 @@ import numpy as np
 from data.agents import trajectory_file
 from data.agents.chains import split_episodes
 from data.agents.trajectory_file import TrajectoryFile, top_episodes
-from data.remote import place
+from data.remote import as_path
 from tasks.config_errors import names_fields
 
 SIZES = ("observation_size", "action_size")
@@ -28,7 +28,7 @@ def directory(config: ml_collections.ConfigDict) -> Path:
             'config.data.trajectories="" names no trajectories: give the directory '
             "that tools/pack_exorl.py or tools/make_dark_room.py made"
         )
-    return place(config.data.trajectories)
+    return as_path(config.data.trajectories)
 
 
 def identify(config: ml_collections.ConfigDict) -> tuple[str, str, str]:

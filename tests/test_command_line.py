@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from data.remote import place
+from data.remote import as_path
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
 from tests.cases import pairs, table
 from tests.processes import ROOT, run_program
@@ -156,7 +156,7 @@ def test_paths_of_arguments_may_begin_with_the_home_directory(monkeypatch, tmp_p
     found.append(prepare_text._arguments(["x", "--output=~/corpus"]).output)
     names = "hf", "like", "run", "data", "cache", "corpus"
     assert found == [tmp_path / name for name in names]
-    assert place("~no-such-user/x") == Path("~no-such-user/x")
+    assert as_path("~no-such-user/x") == Path("~no-such-user/x")
 
 
 @pytest.mark.parametrize(("source", "message"), pairs("runs.txt", "no-config"))

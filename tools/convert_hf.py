@@ -34,7 +34,7 @@ from configs import base
 from data.document_mask import DocumentMask
 from data.files import new_directory, refuse_existing
 from data.json_text import read_json_object
-from data.remote import place
+from data.remote import as_path
 from data.text.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.rope import RopeScaling
@@ -307,11 +307,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     ways = parser.add_subparsers(dest="way", required=True)
     add = ways.add_parser("import", help="from Hugging Face's layout").add_argument
     add("source", type=Path, help="directory with config.json and *.safetensors")
-    add("workdir", type=place, help="directory to write, a new one")
+    add("workdir", type=as_path, help="directory to write, a new one")
     add("--weights", type=Path, help="workdir that an adapter of PEFT's belongs to")
     add = ways.add_parser("export", help="to Hugging Face's layout").add_argument
     add("workdir", type=os.path.expanduser, help="of a run, or of imported weights")
-    add("directory", type=place, help="directory to write, a new one")
+    add("directory", type=as_path, help="directory to write, a new one")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     add(
         "--like",

@@ -24,7 +24,7 @@ import numpy as np
 
 from data.agents.dark_room import ROOMS, DarkRoom, Recorded, learn, one_hot, record
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
-from data.remote import place
+from data.remote import as_path
 from tasks.command_line import Parser, as_program, at_least
 
 KINDS = ("exploration", "learning")
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--room", choices=list(ROOMS), required=True, help="its size")
     add("--recorded", choices=KINDS, required=True)
-    add("--output", required=True, type=place, help="directory of the trajectories")
+    add("--output", required=True, type=as_path, help="directory of the trajectories")
     episodes = f"of each goal (default: those of {STEPS:,} steps)"
     add("--episodes", type=at_least(2), help=episodes)
     add("--seed", default=0, type=at_least(0), help="default: %(default)s")

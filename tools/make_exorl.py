@@ -22,7 +22,7 @@ from data.agents import environments
 from data.agents.environments import FARTHEST_GOAL, Environment
 from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
 from data.files import new_directory
-from data.remote import place
+from data.remote import as_path
 from tasks.command_line import Parser, as_program, at_least
 
 ALGORITHM = "scripted"
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = [domain for domain in DOMAINS if environments.tasks(domain)]
     add("--domain", required=True, choices=known)
     output = "directory of data sets, with or without others"
-    add("--output", required=True, type=place, help=output)
+    add("--output", required=True, type=as_path, help=output)
     held = f"steps that every action is held for {default}"
     add("--action-repeat", type=at_least(1), default=1, help=held)
     add("--episodes", type=at_least(1), default=300, help=default)

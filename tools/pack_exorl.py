@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.agents import exorl
 from data.agents.episodes import DOMAINS, Buffer
-from data.remote import place
+from data.remote import as_path
 from tasks.command_line import Parser, as_program, at_least
 
 
@@ -33,7 +33,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--algorithm", required=True, help="rnd, proto, …, or scripted")
     tasks = "whose rewards are computed: run, swingup, goals, …"
     add("--task", required=True, nargs="+", help=tasks)
-    add("--cache", required=True, type=place, help="directory of packed trajectories")
+    add("--cache", required=True, type=as_path, help="directory of packed trajectories")
     most = f"steps to take, whole episodes by their numbers {default}, which is ExoRL's"
     add("--max-transitions", default=exorl.MAX_TRANSITIONS, type=at_least(1), help=most)
     held = f"steps that actions were held for, which become one {default}"

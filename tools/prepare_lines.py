@@ -165,7 +165,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--output",
         required=True,
-        type=remote.place,
+        type=remote.as_path,
         help="directory to write, a new one",
     )
     add("--context-tokens", required=True, type=tokens, help=most)

@@ -22,7 +22,7 @@ from data.agents.trajectory_file import TrajectoryFile
 
 ORDERS = ("ascending", "drawn", "learnt")
 PREDICTED = ("actions", "targets")
-PLACES = ("timesteps", "ranks", "positions")
+INTEGERS = ("timesteps", "ranks", "positions")
 """Fields of a batch that are whole numbers."""
 # Added to standard deviations, as the Decision Transformer does.
 STD_FLOOR = 1e-6
@@ -78,20 +78,21 @@ def split_episodes(
     """
     are_many = (worlds != worlds[:1]).any()
     groups = worlds if are_many else np.arange(len(worlds))
-    kinds = np.unique(groups)
-    if len(kinds) < len(SPLITS) or not 0 < share < 1:
+    distinct = np.unique(groups)
+    if len(distinct) < len(SPLITS) or not 0 < share < 1:
         what = "worlds" if are_many else "episodes"
         raise ValueError(
-            f"{share=} of {len(kinds)} {what} cannot be held out: have at least "
+            f"{share=} of {len(distinct)} {what} cannot be held out: have at least "
             f"{len(SPLITS)}, and a share between 0 and 1"
         )
-    count = min(max(round(share * len(kinds)), 2), len(kinds) - 1)
-    shuffled = np.random.default_rng(seed).permutation(kinds)
-    parts = shuffled[count:], shuffled[: count // 2], shuffled[count // 2 : count]
-    return {
-        name: np.flatnonzero(np.isin(groups, part))
-        for name, part in zip(SPLITS, parts, strict=True)
+    count = min(max(round(share * len(distinct)), 2), len(distinct) - 1)
+    shuffled = np.random.default_rng(seed).permutation(distinct)
+    parts = {
+        "train": shuffled[count:],
+        "validation": shuffled[: count // 2],
+        "test": shuffled[count // 2 : count],
     }
+    return {name: np.flatnonzero(np.isin(groups, part)) for name, part in parts.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +106,9 @@ class Chains:
     order: "ascending" by return, ties by the episode's number; as they were "drawn",
       for a model that must not learn that later is better; or as they were "learnt":
       one of each n-th of the world's episodes, in their order.
-    latest_begin: of what is learnt, up to which share of the episodes that a chain can
-      do without every second chain begins later than at the first: 0 to 1. So an
-      agent that has acted for longer than a context knows how it goes on.
+    latest_begin: every second chain that is "learnt" starts at a random episode, at
+      most this share into the history (0 to 1, of the episodes that it can spare), as
+      an agent that has acted for longer than a context sees no beginning.
     predict: the "actions" that were taken, or the "targets" in their place.
     of_step_before: whether actions, rewards and completions are those of the step
       before, across episodes, and 0 at the beginning of the chain: for agents whose
@@ -161,11 +162,15 @@ class Chains:
 
     def chain(self, row: int) -> np.ndarray:
         """Returns a chain's episodes, int64 (n,), in the order of the chain."""
-        rng, worlds = np.random.default_rng([self.seed, row]), self._of_worlds
+        rng = np.random.default_rng([self.seed, row])
+        worlds = self._of_worlds
         of_world = worlds[rng.integers(len(worlds)) if len(worlds) > 1 else 0]
         if self.order == "learnt":
-            spare, latest = len(of_world) - self.chain_length, self.latest_begin
-            begin = spare * max(0, rng.uniform(-latest, latest)) if latest else 0
+            begin = 0.0
+            if self.latest_begin:
+                # Half of these are below 0: such chains start at the first episode.
+                drawn = rng.uniform(-self.latest_begin, self.latest_begin)
+                begin = (len(of_world) - self.chain_length) * max(0, drawn)
             edges = np.linspace(begin, len(of_world), self.chain_length + 1).astype(int)
             return of_world[rng.integers(edges[:-1], edges[1:])]
         chain = rng.choice(of_world, self.chain_length, replace=False)
@@ -174,54 +179,53 @@ class Chains:
         return chain
 
     def read(self, row: int, index: np.ndarray) -> ChainBatch:
-        """Reads the steps at `index`, int32 (L,) places in the chain: arrays (L, …)."""
-        file, chain = self.trajectories, self.chain(row)
-        returns, lengths = file.returns[chain], file.lengths[chain]
-        ends = np.cumsum(lengths)
-        real = index < ends[-1]
-        places, best = np.where(real, index, 0), returns.max()
-
-        def located(places: np.ndarray) -> tuple[np.ndarray, ...]:
-            """Returns ranks, timesteps, and whether these end a good trajectory."""
-            ranks = np.searchsorted(ends, places, side="right")
-            timesteps = places - (ends - lengths)[ranks]
-            is_last = timesteps + 1 == lengths[ranks]
-            return ranks, timesteps, is_last & (returns[ranks] >= best)
-
-        def read(ranks: np.ndarray, timesteps: np.ndarray) -> tuple[np.ndarray, ...]:
-            return self._steps(file.offsets[chain[ranks]] + timesteps)
-
-        ranks, timesteps, reached = located(places)
-        observations, actions, targets, rewards = read(ranks, timesteps)
+        """Reads the chain's steps of numbers `index`, int32 (L,): arrays (L, …)."""
+        chain = self.chain(row)
+        real = index < self.trajectories.lengths[chain].sum()
+        positions = np.where(real, index, 0)
+        to_go = self.trajectories.returns[chain].max() - self._rewards_before(chain)
+        batch = self._steps(chain, positions, to_go)
         if self.of_step_before:
-            *before, reached = located(np.maximum(places - 1, 0))
-            _, actions, _, rewards = read(*before)
-            for happened in actions, rewards, reached:
-                happened[places == 0] = 0
-        batch = ChainBatch(
-            returns_to_go=best - self._rewards_before(chain)[places],
-            observations=observations,
-            actions=actions,
-            rewards=rewards,
-            completions=reached,
-            targets=targets,
-            timesteps=timesteps,
-            ranks=ranks,
-            positions=index,
-            loss_weights=real,
-        )
-        return _padded(batch, real)
+            before = self._steps(chain, np.maximum(positions - 1, 0), to_go)
+            for happened in before.actions, before.rewards, before.completions:
+                happened[positions == 0] = 0
+            batch = batch._replace(
+                actions=before.actions,
+                rewards=before.rewards,
+                completions=before.completions,
+            )
+        return _padded(batch._replace(positions=index), real)
 
-    def _steps(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Reads standardised observation, action, target and reward at places (L,)."""
+    def _steps(
+        self, chain: np.ndarray, positions: np.ndarray, to_go: np.ndarray
+    ) -> ChainBatch:
+        """Reads steps of a chain of episodes by their positions in it, int (L,).
+
+        to_go: float (steps,), the return that is left before each step of the chain.
+        """
         file = self.trajectories
         size = file.observation_size
-        steps = file.read(places)
-        observations = standardised(file, steps[:, :size])
+        returns = file.returns[chain]
+        lengths = file.lengths[chain]
+        ends = np.cumsum(lengths)
+        ranks = np.searchsorted(ends, positions, side="right")
+        timesteps = positions - (ends - lengths)[ranks]
+        is_last = timesteps + 1 == lengths[ranks]
+        steps = file.read(file.offsets[chain[ranks]] + timesteps)  # (L, columns)
         actions = steps[:, size : size + file.action_size]
-        wanted = slice(-1 - file.action_size, -1)
-        targets = steps[:, wanted] if self.predict == "targets" else actions
-        return observations, actions, targets, steps[:, -1]
+        targets = steps[:, -1 - file.action_size : -1]
+        return ChainBatch(
+            returns_to_go=to_go[positions],
+            observations=standardised(file, steps[:, :size]),
+            actions=actions,
+            rewards=steps[:, -1],
+            completions=is_last & (returns[ranks] >= returns.max()),
+            targets=targets if self.predict == "targets" else actions,
+            timesteps=timesteps,
+            ranks=ranks,
+            positions=positions,
+            loss_weights=np.ones(positions.size),
+        )
 
     def _rewards_before(self, chain: np.ndarray) -> np.ndarray:
         """Sums the rewards before each step of a chain: float64 (steps,)."""
@@ -250,15 +254,18 @@ def of_step_before(batch: ChainBatch) -> ChainBatch:
         begins = begins.reshape(*begins.shape, *[1] * (x.ndim - begins.ndim))
         return np.where(begins, 0, np.roll(x, 1, axis=1))
 
-    happened = "actions", "rewards", "completions"
-    return batch._replace(**{name: moved(getattr(batch, name)) for name in happened})
+    return batch._replace(
+        actions=moved(batch.actions),
+        rewards=moved(batch.rewards),
+        completions=moved(batch.completions),
+    )
 
 
 def _padded(batch: ChainBatch, real: np.ndarray) -> ChainBatch:
     """Casts a batch to its types; zeros padding, except in the positions."""
     arrays = {}
     for name, values in batch._asdict().items():
-        arrays[name] = values.astype(np.int32 if name in PLACES else np.float32)
+        arrays[name] = values.astype(np.int32 if name in INTEGERS else np.float32)
         if name != "positions":
             arrays[name][~real] = 0
     return ChainBatch(**arrays)

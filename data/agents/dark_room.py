@@ -7,7 +7,7 @@ AD-eps (2312.12275).
 Places are int (…, 2), row and column. Actions are numbers of `MOVES`, or one-hot.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,18 +79,20 @@ class DarkRoom:
         Until it finds the goal it goes the same way in all worlds: to the nearest cell
         that it has not seen. Then it stays there, and goes there in later episodes.
         """
-        found = np.full((self.size, self.size), episodes * self.steps)
+        first_seen = np.full((self.size, self.size), episodes * self.steps)
+        place = np.array(self.start)
         for step in range(episodes * self.steps):
             if step % self.steps == 0:
                 place = np.array(self.start)
-            unseen = np.argwhere(found > step)
+            unseen = np.argwhere(first_seen > step)
             if not len(unseen):
                 break
             aim = unseen[np.abs(unseen - place).sum(axis=-1).argmin()]
             place = self.move(place, self.best_actions(place, aim))
-            found[tuple(place)] = min(found[tuple(place)], step)
-        found_in, at = np.divmod(found[tuple(goals.T)], self.steps)  # (E,)
-        order = np.sign(np.arange(episodes) - found_in[:, None])  # before, there, after
+            first_seen[tuple(place)] = min(first_seen[tuple(place)], step)
+        goal_seen = first_seen[tuple(goals.T)]  # (E,)
+        episode, at = np.divmod(goal_seen, self.steps)
+        order = np.sign(np.arange(episodes) - episode[:, None])  # before, there, after
         gained = np.stack([0 * at, self.steps - at, self.best_return(goals)], axis=-1)
         return np.take_along_axis(gained, order + 1, axis=1).astype(float)
 
@@ -113,6 +115,11 @@ class Recorded(NamedTuple):
     rewards: np.ndarray
 
 
+def _episodes(steps: Sequence[Recorded]) -> Recorded:
+    """Joins steps of E worlds, (E, …) each, to episodes."""
+    return Recorded._make([np.stack(part, axis=1) for part in zip(*steps, strict=True)])
+
+
 def learn(
     room: DarkRoom, goals: np.ndarray, episodes: int, rng: np.random.Generator
 ) -> Iterator[Recorded]:
@@ -124,7 +131,8 @@ def learn(
     rows = np.arange(len(goals))
     values = np.ones((len(goals), room.size, room.size, len(MOVES)))
     for episode in range(episodes):
-        places, steps = np.broadcast_to(np.array(room.start), goals.shape), []
+        places = np.broadcast_to(np.array(room.start), goals.shape)
+        steps = []
         chance = EXPLORED * max(0, 1 - 2 * episode / episodes)
         for _ in range(room.steps):
             here = rows, *places.T
@@ -136,9 +144,10 @@ def learn(
             reached = (nexts == goals).all(axis=-1)
             aim = (1 - DISCOUNT) * reached + DISCOUNT * values[(rows, *nexts.T)].max(1)
             values[(*here, actions)] += RATE * (aim - values[(*here, actions)])
-            steps.append((places, actions, room.best_actions(places, goals), reached))
+            best = room.best_actions(places, goals)
+            steps.append(Recorded(places, actions, best, reached))
             places = nexts
-        yield Recorded(*(np.stack(part, axis=1) for part in zip(*steps, strict=True)))
+        yield _episodes(steps)
 
 
 def record(
@@ -157,7 +166,8 @@ def record(
     epsilon: (E,), chance of an evenly drawn action in a step.
     """
     places = np.broadcast_to(np.array(room.start), goals.shape)
-    arrived, aims = np.ones(len(goals), bool), places
+    arrived = np.ones(len(goals), bool)
+    aims = places
     steps = []
     for _ in range(room.steps):
         drawn = rng.integers(len(MOVES), size=len(goals))
@@ -167,8 +177,10 @@ def record(
         aims = np.where(arrived[:, None], following, aims)
         wanted = room.best_actions(places, aims)
         actions = np.where(rng.random(len(goals)) < epsilon, drawn, wanted)
-        before, places = places, room.move(places, actions)
+        before = places
+        places = room.move(places, actions)
         arrived = (places == aims).all(axis=-1)
         reached = (places == goals).all(axis=-1)
-        steps.append((before, actions, room.best_actions(before, goals), reached))
-    return Recorded(*(np.stack(part, axis=1) for part in zip(*steps, strict=True)))
+        best = room.best_actions(before, goals)
+        steps.append(Recorded(before, actions, best, reached))
+    return _episodes(steps)

@@ -44,14 +44,14 @@ SPEED_MARGIN, FASTEST = 0.5, 1.0
 
 
 def _goal_rewards(physics: Any, goals: np.ndarray) -> np.ndarray:
-    place = physics.named.data.geom_xpos["pointmass", :2]
-    far = np.linalg.norm(goals - place, axis=-1) - GOAL_RADIUS
+    position = physics.named.data.geom_xpos["pointmass", :2]
+    far = np.linalg.norm(goals - position, axis=-1) - GOAL_RADIUS
     return np.clip(1 - far / GOAL_MARGIN, 0, 1)
 
 
 def _way_to_goals(observations: np.ndarray, goals: np.ndarray) -> np.ndarray:
-    places, velocities = np.split(observations, 2, axis=-1)
-    return np.clip((goals - places - BRAKING * velocities) / NEAR_GOAL, -1, 1)
+    positions, velocities = np.split(observations, 2, axis=-1)
+    return np.clip((goals - positions - BRAKING * velocities) / NEAR_GOAL, -1, 1)
 
 
 def _speed_rewards(physics: Any, speeds: np.ndarray) -> np.ndarray:
@@ -116,18 +116,21 @@ class Environment:
     """
 
     def __init__(self, domain: str, task: str, targets: np.ndarray | None = None):
-        domains = *SUITE_TASKS, "jaco"
+        domains = (*SUITE_TASKS, "jaco")
         known = [f"{name} {of}" for name in domains for of in tasks(name)]
         if f"{domain} {task}" not in known:
             raise ValueError(
                 f"there is no environment for {domain} {task}: give one of "
                 f"{', '.join(known)}"
             )
-        self._family = family = FAMILIES.get((domain, task))
+        family = FAMILIES.get((domain, task))
         if (family is None) != (targets is None):
             raise ValueError(f"{task=} of {domain}: {targets=} must be of a family")
         check_simulator()
-        self.domain, self.task, self.targets = domain, task, targets
+        self.domain = domain
+        self.task = task
+        self.targets = targets
+        self._family = family
         # Without a renderer: none is needed, and those that it would try may be broken.
         os.environ.setdefault("MUJOCO_GL", "disabled")
         with _quiet_models():
@@ -141,10 +144,9 @@ class Environment:
             self._environment.task.get_reward = lambda physics: self.rewards()[0]
         spec = self._environment.action_spec()
         self._lowest, self._highest = spec.minimum, spec.maximum
-        seen = {
-            name: np.full(np.shape(value), UNSEEN_IN_PHYSICS not in name)
-            for name, value in self._environment.reset().observation.items()
-        }
+        seen = {}
+        for name, value in self._environment.reset().observation.items():
+            seen[name] = np.full(np.shape(value), UNSEEN_IN_PHYSICS not in name)
         self.recomputable = _flat(seen).astype(bool)
 
     def reset(self, seed: int) -> np.ndarray:
@@ -158,7 +160,8 @@ class Environment:
 
         action: (action size,), in [-1, 1].
         """
-        control, reward = self._control(action), 0.0
+        control = self._control(action)
+        reward = 0.0
         for _ in range(repeat):
             result = self._environment.step(control)
             reward += float(result.reward)
@@ -194,7 +197,7 @@ class Environment:
         float64 (W,), of a task alone (1,).
         """
         physics = self._environment.physics
-        if self._family:
+        if self._family and self.targets is not None:
             return self._family.rewards(physics, self.targets)
         return np.array([self._environment.task.get_reward(physics)], np.float64)
 
@@ -263,8 +266,8 @@ def _load_jaco(target: tuple[float, float, float]) -> Any:
         from dm_control.manipulation.shared import observations
 
     # Private names, for which requirements-rl.txt pins dm_control.
-    task = reach._reach(obs_settings=observations.PERFECT_FEATURES, use_site=True)
+    task: Any = reach._reach(obs_settings=observations.PERFECT_FEATURES, use_site=True)
     del task.task_observables["target_position"]
-    place = np.array(target)
-    task._target_placer = lambda random_state: place
+    position = np.array(target)
+    task._target_placer = lambda random_state: position
     return composer.Environment(task, time_limit=JACO_SECONDS, random_state=0)

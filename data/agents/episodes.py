@@ -24,7 +24,7 @@ FILE_NAME = re.compile(r"(?:episode|\d{8}T\d{6})_(\d+)_(\d+)\.npz")
 # Actions are float32 numbers scaled to [-1, 1].
 ACTION_TOLERANCE = 1e-6
 OF_THE_FILE = (errno.ENOENT, errno.EISDIR, errno.EINVAL)
-"""Errors of the file itself, or of a place in it; others pass, as of a disk's reads."""
+"""Errors of the file itself, or of an offset in it; others pass, as a disk's."""
 MOST_ITEM_BYTES = 8
 REASON_LETTERS = 300
 HEADERS = {
@@ -188,8 +188,8 @@ def _read_arrays(path: Path, steps: int, widths: Widths) -> dict[str, np.ndarray
             if shape != expected:
                 raise BadEpisode(path, f"{name} has shape {shape}, expected {expected}")
             if dtype.kind != "f" or dtype.itemsize > MOST_ITEM_BYTES:
-                said = f"{name} has type {dtype}, expected floating point of 16 to 64"
-                raise BadEpisode(path, f"{said} bits")
+                wanted = "expected floating point of 16 to 64 bits"
+                raise BadEpisode(path, f"{name} has type {dtype}, {wanted}")
             with archive.open(f"{name}.npy") as member:
                 arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
     return arrays

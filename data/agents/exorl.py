@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +71,19 @@ def pack(
     with contextlib.ExitStack() as stack:
         bar = tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None)
         stack.enter_context(bar)
-        writers = [
-            stack.enter_context(
-                TrajectoryWriter(folder / task, _about(buffer, environment, selection))
-            )
-            for task, environment in zip(tasks, environments, strict=True)
-        ]
+        writers = []
+        for environment in environments:
+            about = _about(buffer, environment, selection)
+            writer = TrajectoryWriter(folder / environment.task, about)
+            writers.append(stack.enter_context(writer))
         for path in paths:
             episode = read_episode(path, buffer.domain)
             _check_repeats(episode, selection.action_repeat)
             source = {"file": path.name, **describe_file(path), "steps": episode.steps}
             for writer, environment in zip(writers, environments, strict=True):
                 rewards = _rewards(episode, environment)
-                for piece in _joined(episode, rewards, selection):
-                    writer.write(*piece)
+                for observation, action, sums in _joined(episode, rewards, selection):
+                    writer.write(observation, action, sums)
                 stored = np.abs(rewards - episode.reward[1:, 0]).max()
                 difference = "largest_difference_from_stored"
                 writer.about[difference] = max(writer.about[difference], float(stored))
@@ -99,8 +98,12 @@ def _taken(buffer: Buffer, most: int) -> list[Path]:
     By the names of the files, so that none is read in vain.
     """
     paths = buffer.scan()
-    ends = zip(paths, accumulate(map(steps_of, paths)), strict=False)
-    return [path for path, _ in takewhile(lambda x: x[1] <= most, ends)] or paths[:1]
+    count = 0
+    for end in accumulate(map(steps_of, paths)):
+        if end > most:
+            break
+        count += 1
+    return paths[: max(count, 1)]
 
 
 def _environment(domain: str, task: str, selection: Selection) -> Environment:
@@ -108,7 +111,8 @@ def _environment(domain: str, task: str, selection: Selection) -> Environment:
     family = FAMILIES.get((domain, task))
     if family is None:
         return Environment(domain, task)
-    rng, largest = np.random.default_rng(selection.seed), np.array(family.largest)
+    rng = np.random.default_rng(selection.seed)
+    largest = np.array(family.largest)
     # The first targets are the same for any number of them.
     drawn = rng.uniform(-largest, largest, (selection.worlds, len(largest)))
     return Environment(domain, task, drawn)
@@ -201,7 +205,8 @@ def observation_error(environment: Environment, episode: Episode) -> float:
     Raises:
       ValueError: the simulator refuses a state of the episode.
     """
-    columns, differences = environment.recomputable, []
+    columns = environment.recomputable
+    differences = []
     for row in np.linspace(0, episode.steps, CHECKED_ROWS).astype(int):
         environment.set_physics(episode.physics[row])
         difference = environment.observation() - episode.observation[row]

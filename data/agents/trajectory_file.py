@@ -30,9 +30,10 @@ import numpy as np
 from data.agents.environments import FAMILIES, Family
 from data.json_text import is_number
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
-from data.remote import place
+from data.remote import as_path
 
-STEPS, REWARDS = "steps.npy", "rewards.npy"
+STEPS = "steps.npy"
+REWARDS = "rewards.npy"
 FORMAT = PackedFormat(
     "trajectory file",
     "index.json",
@@ -78,7 +79,7 @@ class TrajectoryFile:
           FileNotFoundError: the directory or one of its files is missing.
           ValueError: a file is empty, cut short, of another format or damaged.
         """
-        directory = place(directory)
+        directory = as_path(directory)
         index = FORMAT.read_index(directory)
         with FORMAT.parsing(directory, "trajectories"):
             for name in ("observation_size", "action_size"):
@@ -104,56 +105,70 @@ class TrajectoryFile:
             fitting = len(counts) == 1 and recorded.size and std.min() >= 0
             if not fitting or not len(mean) == len(std) == index["observation_size"]:
                 raise ValueError("it contradicts itself")
-            headers = [_header(recorded, 1, columns), _header(recorded, shared)]
-        rows, rewards = int(recorded.sum()), None
-        opened = partial(FORMAT.open_array, dtype=np.float32)
-        shape = rows, columns
-        steps = opened(directory / STEPS, shape=shape, header=headers[0])
+            header = _header(recorded, 1, columns)
+            rewards_header = _header(recorded, shared)
+        rows = int(recorded.sum())
+        stored = partial(FORMAT.open_array, dtype=np.float32)
+        steps = stored(directory / STEPS, shape=(rows, columns), header=header)
+        rewards = None
         if shared > 1:
             shape = (shared * rows,)
-            rewards = opened(directory / REWARDS, shape=shape, header=headers[1])
-        offsets = np.concatenate([[0], np.cumsum(np.tile(recorded, shared))])
-        arrays = offsets, returns, worlds, mean, std
-        return cls(directory, steps, rewards, *arrays, index)
+            path = directory / REWARDS
+            rewards = stored(path, shape=shape, header=rewards_header)
+        return cls(
+            directory=directory,
+            steps=steps,
+            rewards=rewards,
+            offsets=np.concatenate([[0], np.cumsum(np.tile(recorded, shared))]),
+            returns=returns,
+            worlds=worlds,
+            observation_mean=mean,
+            observation_std=std,
+            index=index,
+        )
 
-    def read(self, places: np.ndarray) -> np.ndarray:
-        """Reads the steps at these places, int of any shape: float32 (..., columns).
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        """Reads steps by their numbers, int of any shape: float32 (..., columns).
 
         Raises:
           ValueError: a number is not finite.
           OSError: they cannot be read.
         """
-        found = self._take(places)
-        finite = np.isfinite(found).all(axis=-1)
+        steps = self._take(numbers)
+        finite = np.isfinite(steps).all(axis=-1)
         if not finite.all():
+            bad = numbers[~finite].flat[0]
             raise ValueError(
                 f"{self.steps.path} has a number that is not finite in step "
-                f"{places[~finite].flat[0]} (in episode "
-                f"{np.searchsorted(self.offsets, places[~finite].flat[0], 'right') - 1}"
+                f"{bad} (in episode {np.searchsorted(self.offsets, bad, 'right') - 1}"
                 f"): it was damaged; copy it again or {FORMAT.remedy}"
             )
-        return found
+        return steps
 
-    def _take(self, places: np.ndarray) -> np.ndarray:
+    def _take(self, numbers: np.ndarray) -> np.ndarray:
         """Reads the columns of steps, and the rewards in their worlds."""
         if self.rewards is None:
-            return self.steps.take(places)
+            return self.steps.take(numbers)
         count = self.rewards.size // self.steps.shape[0]
-        worlds, rows = np.divmod(places, self.steps.shape[0])
+        worlds, rows = np.divmod(numbers, self.steps.shape[0])
         offsets = self.offsets[: (len(self.offsets) - 1) // count + 1]
         episodes = np.searchsorted(offsets, rows, "right") - 1
-        begins, ends = offsets[episodes], offsets[episodes + 1]
-        there = count * begins + worlds * (ends - begins) + rows - begins
-        rewards = self.rewards.take(there)[..., None]
-        steps = [self.steps.take(rows)]
-        if (family := self.family) and family.best:
-            seen = steps[0][..., : self.observation_size]
-            steps.append(family.best(seen, self.targets[worlds]).astype(np.float32))
-        return np.concatenate([*steps, rewards], axis=-1)
+        begins = offsets[episodes]
+        # Rewards of an episode: those in its first world, in the second, and so on.
+        of_world = count * begins + worlds * (offsets[episodes + 1] - begins)
+        rewards = self.rewards.take(of_world + rows - begins)
+        steps = self.steps.take(rows)
+        columns = [steps, rewards[..., None]]
+        if self.family and self.family.best:
+            seen = steps[..., : self.observation_size]
+            targets = self.family.best(seen, self.targets[worlds])
+            columns.insert(1, targets.astype(np.float32))
+        return np.concatenate(columns, axis=-1)
 
     def describe(self) -> str:
         """Describes the episodes and their returns in two lines."""
-        lengths, returns = self.lengths, self.returns
+        lengths = self.lengths
+        returns = self.returns
         return (
             f"{len(lengths):,} episodes of {lengths.min()} to {lengths.max()} steps, "
             f"{lengths.sum():,} steps; returns {returns.min():.2f} to "
@@ -164,7 +179,7 @@ class TrajectoryFile:
     @cached_property
     def family(self) -> Family | None:
         """The family of tasks that the worlds are of; None of one task."""
-        return FAMILIES.get((self.index.get("domain"), self.index.get("task")))
+        return FAMILIES.get((self.index.get("domain", ""), self.index.get("task", "")))
 
     @cached_property
     def targets(self) -> np.ndarray:
@@ -268,10 +283,13 @@ class TrajectoryWriter(PackedWriter):
           ValueError: the shapes are not these, or other sizes than in the episodes
             before; there are no steps; or a number is not finite.
         """
-        parts = observation, action, *([] if target is None else [target])
+        parts = [observation, action]
+        if target is not None:
+            parts.append(target)
         rewards = np.atleast_2d(reward)
         self._check(parts, rewards, world)
-        sizes, count = tuple(part.shape[1] for part in parts), len(rewards)
+        sizes = tuple(part.shape[1] for part in parts)
+        count = len(rewards)
         rows = np.column_stack([*parts, *rewards]).astype("<f4")
         if not np.isfinite(rows).all():
             raise ValueError(
@@ -280,7 +298,8 @@ class TrajectoryWriter(PackedWriter):
             )
         observations = rows[:, : sizes[0]].astype(np.float64)
         if not self.lengths:
-            self._sizes, self._first = sizes, observations[0]
+            self._sizes = sizes
+            self._first = observations[0]
             self._shared_by = count
         if count > 1:
             if not self.lengths:
@@ -299,7 +318,7 @@ class TrajectoryWriter(PackedWriter):
         self, parts: Sequence[np.ndarray], rewards: np.ndarray, world: int
     ) -> None:
         """Raises ValueError where an episode's parts and rewards do not fit."""
-        steps, worlds = rewards.shape[1:], len(rewards)
+        worlds, *steps = rewards.shape
         shapes = [part.shape for part in parts]
         sizes = tuple(shape[-1] for shape in shapes)
         fits = len(steps) == 1 and shapes == [(*steps, size) for size in sizes]
@@ -317,7 +336,8 @@ class TrajectoryWriter(PackedWriter):
     def _finish(self) -> dict[str, Any]:
         if not self.lengths:
             raise ValueError(f"no episodes were written to {self.directory}")
-        lengths, shared = np.array(self.lengths), self._shared_by
+        lengths = np.array(self.lengths)
+        shared = self._shared_by
         columns = sum(self._sizes) + (shared == 1)
         headers = {STEPS: _header(lengths, 1, columns)}
         if shared > 1:
@@ -361,9 +381,10 @@ def _header(lengths: np.ndarray, worlds: int, columns: int | None = None) -> byt
 
 def _numbers(index: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
     """Reads a list of the description, (n,)."""
-    found, most = index[name], float(np.finfo(dtype).max)
-    if type(found) is not list or not all(map(is_number, found)):
+    numbers = index[name]
+    most = float(np.finfo(dtype).max)
+    if type(numbers) is not list or not all(map(is_number, numbers)):
         raise ValueError(f"{name} must be a list of finite numbers")
-    if max(map(abs, found), default=0) > most:
+    if max(map(abs, numbers), default=0) > most:
         raise ValueError(f"{name} has a number above {most}")
-    return np.array(found, dtype)
+    return np.array(numbers, dtype)

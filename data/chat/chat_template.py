@@ -51,7 +51,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
 these are, besides bos_token and eos_token."""
 
 
-class _Part(NamedTuple):
+class _Piece(NamedTuple):
     """A special token; or a text without one, up to each reply's begin and its end.
 
     weights: of the token's loss, or for each text, of what it adds to the one before.
@@ -73,7 +73,9 @@ class ChatTemplate:
     """
 
     def __init__(self, name: str, source: str, tokenizer: Tokenizer):
-        self.name, self.source, self.tokenizer = name, source, tokenizer
+        self.name = name
+        self.source = source
+        self.tokenizer = tokenizer
         self._names, self._special = _patterns(tokenizer, tokenizer.special)
         self._text = TemplateText(name, source, tokenizer.names)
         self._end_name = self._end()
@@ -93,12 +95,13 @@ class ChatTemplate:
           ValueError: the template refuses the conversation.
         """
         begun = {"role": "assistant", "content": reply}
-        (*messages, begun), mark = self._marked([*messages, begun])
+        marked, mark = self._marked([*messages, begun])
+        *messages, begun = marked
         asked = self._text.ask(messages)
         numbers = replies_of(messages)
         prompts = [self._text.prompt_within(asked, messages, n) for n in numbers]
-        places = _places(asked.text, prompts) | {len(asked.text): 0.0}
-        return self._encode(asked.text + begun["content"], mark, places).tokens
+        weight_at = _unlearned(asked.text, prompts) | {len(asked.text): 0.0}
+        return self._encode(asked.text + begun["content"], mark, weight_at).tokens
 
     def documents(
         self, messages: Sequence[Message], weights: Sequence[float] = ()
@@ -116,7 +119,8 @@ class ChatTemplate:
         """
         messages, mark = self._marked(messages)
         whole, exchanges = self._text.exchanges(messages)
-        places, documents = _places(whole, exchanges), []
+        weight_at = _unlearned(whole, exchanges)
+        documents = []
         added = self._text.added(messages, exchanges, mark)
         weights = weights or [1.0] * len(exchanges)
         for number, weight in enumerate(weights):
@@ -132,14 +136,14 @@ class ChatTemplate:
             begin = exchange.begin + added[number]
             reply, end, _ = exchange.reply.partition(self._end_name)
             is_within = whole.startswith(reply + end, exchange.begin)
-            if is_within and exchange.begin in places and not places.get(begin):
-                places[begin] = weight
+            if is_within and exchange.begin in weight_at and not weight_at.get(begin):
+                weight_at[begin] = weight
             elif weight:
                 text = whole[: exchange.shared] + exchange.text
-                here = _places(text, exchanges[: number + 1]) | {begin: weight}
-                documents.append(self._encode(text, mark, here))
-        if any(places.values()):
-            documents.append(self._encode(whole, mark, places))
+                alone = _unlearned(text, exchanges[: number + 1]) | {begin: weight}
+                documents.append(self._encode(text, mark, alone))
+        if any(weight_at.values()):
+            documents.append(self._encode(whole, mark, weight_at))
         return documents
 
     def stays_text(self, messages: Sequence[Message]) -> bool:
@@ -158,53 +162,60 @@ class ChatTemplate:
             raise ValueError(
                 "messages contain all 32 Unicode noncharacters: leave one out"
             )
+        marked: list[Message] = []
+        for message in messages:
+            content = message["content"]
+            names = self._in_words(message)
+            # To break one up may make another one.
+            while names.search(content):
+                content = names.sub(lambda name: mark.join(name[0]), content)
+            marked.append({**message, "content": content})
+        return marked, mark
 
-        def broken(text: str, names: re.Pattern) -> str:
-            while names.search(text):
-                text = names.sub(lambda name: mark.join(name[0]), text)
-            return text
-
-        return [
-            {**m, "content": broken(m["content"], self._in_words(m))} for m in messages
-        ], mark
-
-    def _encode(self, text: str, mark: str, replies: Mapping[int, float]) -> Document:
+    def _encode(self, text: str, mark: str, weight_at: Mapping[int, float]) -> Document:
         """Encodes a conversation: special tokens, and the text between two of them.
 
         mark: to be taken out of that text.
-        replies: where in the text they begin, and the weight of each's loss.
+        weight_at: where in the text replies begin, and the weight of each's loss.
         """
-        parts, begins, place, weight = [], sorted(replies), 0, 0.0
+        parts = []
+        begins = sorted(weight_at)
+        end = 0
+        weight = 0.0
         for part in filter(None, self._special.split(text)):
+            start = end
+            end += len(part)
             name = self._names.search(part)  # without blanks that it takes
-            begin = place + (name.start() if name else 0)
-            first = bisect_left(begins, place)
-            before = begins[first : bisect_right(begins, begin)]
-            place += len(part)
-            within = begins[first + len(before) : bisect_left(begins, place)]
-            weights = [replies[at] for at in (*before[-1:], *within)]
-            weights = weights if before else [weight, *weights]
+            own_start = start + (name.start() if name else 0)
+            first = bisect_left(begins, start)
+            after = bisect_right(begins, own_start)
+            if after > first:
+                weight = weight_at[begins[after - 1]]
+            # Replies that begin in this part, behind its token's blanks.
+            within = begins[after : bisect_left(begins, end)]
+            weights = [weight, *map(weight_at.__getitem__, within)]
             if name is None:
-                cuts = [at - place + len(part) for at in (*within, place)]
+                cuts = [begin - start for begin in (*within, end)]
                 texts = [part[:cut].replace(mark, "") for cut in cuts]
-                parts.append(_Part(None, texts, weights))
+                parts.append(_Piece(None, texts, weights))
                 weight = weights[-1]
                 continue
             token = self.tokenizer.special[name[0]]
-            parts.append(_Part(token, [], weights[:1]))
+            parts.append(_Piece(token, [], weights[:1]))
             # A reply may begin in the blanks.
             weight = 0.0 if token == self.end and not within else weights[-1]
         tokens, weights = self._joined(parts)
         return Document(tokens, as_mask(weights))
 
-    def _joined(self, parts: Sequence["_Part"]) -> tuple[np.ndarray, np.ndarray]:
+    def _joined(self, parts: Sequence["_Piece"]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of all parts, and the weights of their losses."""
         # All but the first part stand behind a special token.
         texts = [text for part in parts[1:] for text in part.texts]
         encoded = self.tokenizer.encode_all(parts[0].texts)
         encoded += self.tokenizer.encode_all(texts, is_behind=True)
         remaining = iter(encoded)
-        found, weights = [], []
+        joined = []
+        weights = []
         for part in parts:
             tokens = np.array([] if part.token is None else [part.token], np.int32)
             weights += part.weights[: tokens.size]
@@ -213,27 +224,27 @@ class ChatTemplate:
                 longer = next(remaining)
                 if not np.array_equal(longer[: tokens.size], tokens):
                     # A token lies over the border. The prompt is asked with its own.
-                    rest = [text.removeprefix(before)]
-                    (rest,) = self.tokenizer.encode_all(rest, is_behind=True)
-                    longer = np.concatenate([tokens, rest])
+                    rest = text.removeprefix(before)
+                    own = self.tokenizer.encode_all([rest], is_behind=True)
+                    longer = np.concatenate([tokens, *own])
                 weights += [weight] * (longer.size - tokens.size)
                 tokens = longer
                 before = text
-            found.append(tokens)
-        return np.concatenate(found), np.array(weights, np.float32)
+            joined.append(tokens)
+        return np.concatenate(joined), np.array(weights, np.float32)
 
     def _end(self) -> str:
         """Finds the name of the token behind a reply."""
         after = self._text.render(PROBE[1:3], asks=False).text.rpartition("REPLY")[2]
-        found = self._names.match(after.lstrip())
-        if found is None:
+        name = self._names.match(after.lstrip())
+        if name is None:
             raise ValueError(
                 f"the chat template {self.name} has no special token behind a reply, "
                 f"but {after[:80]!r}, and nothing would end one: choose another "
                 "template, or a tokenizer.json that has the token's name in "
                 'added_tokens with "special": true'
             )
-        return found[0]
+        return name[0]
 
     def _find_reserved(self) -> set[str]:
         """Finds the names of tokens that begin or end texts and turns.
@@ -241,18 +252,20 @@ class ChatTemplate:
         Those of others, as <think>, are tokens in replies too.
         """
         own = self.tokenizer
-        alike = {name for name in own.special if names_special_tokens(name)}
-        found = {self._end_name, *END_OF_DOCUMENT_NAMES, *BEGIN_NAMES}
-        found |= {*own.names.values(), *map(own.token_name, own.stop_tokens)}
-        found |= {name for name in alike if name not in self.source}
+        reserved = {self._end_name, *END_OF_DOCUMENT_NAMES, *BEGIN_NAMES}
+        reserved |= {*own.names.values(), *map(own.token_name, own.stop_tokens)}
+        for name in own.special:
+            if names_special_tokens(name) and name not in self.source:
+                reserved.add(name)
         for first in 0, 1:  # it may refuse words of the system
             with contextlib.suppress(ValueError):
                 turns = self._text.render(PROBE[first:], asks=False).text
                 plain = self._text.render(PROBE[first:2], asks=False).text
                 asks = self._text.ask(PROBE[first:2]).text
-                found |= {*self._names.findall(plain)}
-                found |= {*self._names.findall(asks)} & {*self._names.findall(turns)}
-        return found & {*own.special}
+                reserved.update(self._names.findall(plain))
+                in_turns = self._names.findall(turns)
+                reserved |= {*self._names.findall(asks)}.intersection(in_turns)
+        return {*own.special} & reserved
 
 
 def format_source(name: str) -> str:
@@ -274,13 +287,13 @@ def open_template(
     if name != OWN:
         _check_tokens(name, tokenizer)
         return ChatTemplate(name, format_source(name), tokenizer)
-    places = [corpus] if corpus else []
-    places += [tokenizer.path.parent] if tokenizer.path else []
-    for place in places:
-        source = read_chat_template(place)
+    folders = [corpus] if corpus else []
+    folders += [tokenizer.path.parent] if tokenizer.path else []
+    for folder in folders:
+        source = read_chat_template(folder)
         if source is not None:
-            return ChatTemplate(f"of {place}", source, tokenizer)
-    where = " or ".join(map(str, places)) or f"the {tokenizer.name} tokenizer"
+            return ChatTemplate(f"of {folder}", source, tokenizer)
+    where = " or ".join(map(str, folders)) or f"the {tokenizer.name} tokenizer"
     raise ValueError(
         f"there is no chat template in {where}: name one of {', '.join(FORMATS)}, "
         "or give the tokenizer of a chat model"
@@ -306,8 +319,8 @@ def _check_tokens(template: str, tokenizer: Tokenizer) -> None:
             )
 
 
-def _places(text: str, prompts: Iterable[Exchange]) -> dict[int, float]:
-    """Returns where in a text replies begin, as places that are not learned."""
+def _unlearned(text: str, prompts: Iterable[Exchange]) -> dict[int, float]:
+    """Returns where in a text replies begin, each with weight 0."""
     return {p.begin: 0.0 for p in prompts if text.startswith(p.prompt, p.shared)}
 
 
@@ -321,14 +334,12 @@ def _patterns(
     longest_first = sorted(special, key=len, reverse=True)
     # One letter could not be broken up by a mark.
     names = [name for name in longest_first if len(name) > 1]
-
-    def with_blanks(name: str) -> str:
+    with_blanks = []
+    for name in names:
         left, right = tokenizer.strips.get(name, (False, False))
         # Only from their first one on: else each of many is a start of its own.
-        return r"(?:(?<!\s)\s++)?" * left + re.escape(name) + r"\s*" * right
-
+        before = r"(?:(?<!\s)\s++)?" * left
+        with_blanks.append(before + re.escape(name) + r"\s*" * right)
     never = "(?!)"
-    found = "|".join(map(re.escape, names)) or never
-    return re.compile(found), re.compile(
-        f"({'|'.join(map(with_blanks, names)) or never})"
-    )
+    alone = "|".join(map(re.escape, names)) or never
+    return re.compile(alone), re.compile(f"({'|'.join(with_blanks) or never})")

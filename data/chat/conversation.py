@@ -26,7 +26,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 from data.json_text import is_unicode, short
@@ -73,8 +73,8 @@ LEARNED += ("loss_weight", "loss_mask")
 MOST_WEIGHT = 1_000_000
 ID_LETTERS = 80
 
-Path = list[tuple[str, Any]]
-"""Turns from the first to a last one: of each its place, for messages, and itself."""
+TurnPath = list[tuple[str, Any]]
+"""Turns from the first to a last one: of each its name, for messages, and itself."""
 
 
 class Turn(NamedTuple):
@@ -101,10 +101,17 @@ class Conversation:
     @property
     def messages(self) -> list[dict[str, str]]:
         """Returns the turns, as a chat template takes them."""
-        said = [] if self.system is None else [("system", self.system)]
+        turns = []
+        if self.system is not None:
+            turns.append({"role": "system", "content": self.system})
         for user, reply in self.exchanges:
-            said += [("user", user), ("assistant", reply)]
-        return [{"role": role, "content": words} for role, words in said]
+            turns.append({"role": "user", "content": user})
+            turns.append({"role": "assistant", "content": reply})
+        return turns
+
+    def part(self, some: slice) -> "Conversation":
+        """Returns some of the exchanges, behind the system's words."""
+        return Conversation(self.system, self.exchanges[some], self.weights[some])
 
     @property
     def text(self) -> str:
@@ -186,111 +193,122 @@ def _parse(row: Any, where: str, split: str | None) -> Row | BadRow:
         return BadRow(where, f"a row with {unlearned[0]}, which is not learned")
     if not row[its_format.turns]:
         return BadRow(where, "no turns")
-    found: list[Conversation] = []
-    turns, seen = _paths(row, its_format)
-    for path in turns:
-        one = _conversation(path, its_format, where, seen)
-        if isinstance(one, BadRow):
-            return one
-        found += [] if one is None else [one]
-    if not found:
+    conversations: list[Conversation] = []
+    paths, seen = _paths(row, its_format)
+    for path in paths:
+        conversation = _conversation(path, its_format, where, seen)
+        if isinstance(conversation, BadRow):
+            return conversation
+        if conversation is not None:
+            conversations.append(conversation)
+    if not conversations:
         return BadRow(where, f"no reply of {its_format.assistant} to learn")
-    unread = _unread(turns, its_format)
-    return Row(where, tuple(found), split, unread)
+    unread = _unread(paths, its_format)
+    return Row(where, tuple(conversations), split, unread)
 
 
-def _unread(paths: Sequence[Path], its_format: TurnFormat) -> Counter[str]:
+def _unread(paths: Sequence[TurnPath], its_format: TurnFormat) -> Counter[str]:
     """Counts the turns with a field that is not read, by its name."""
     read = {its_format.role, its_format.content, REPLIES, "text", *LEARNED, *UNSAID}
-    turns = {id(turn): turn for path in paths for _, turn in path}
-    return Counter(
-        name[:ID_LETTERS]
-        for turn in turns.values()
-        for name, value in turn.items()
-        if name not in read and value not in (None, "", [], {})
-    )
+    # Paths share turns: each counts once.
+    turns = {id(turn): turn for _, turn in chain.from_iterable(paths)}
+    counts = Counter[str]()
+    for turn in turns.values():
+        for name, value in turn.items():
+            if name not in read and value not in (None, "", [], {}):
+                counts[name[:ID_LETTERS]] += 1
+    return counts
 
 
 def _conversation(
-    path: Path, its_format: TurnFormat, where: str, seen: set[int]
+    path: TurnPath, its_format: TurnFormat, where: str, seen: set[int]
 ) -> Conversation | BadRow | None:
     """Checks the turns of a path; None: it has no reply to learn.
 
     seen: ids of turns whose loss counts elsewhere; those of the path join them.
     """
-    said: list[Turn] = []
-    for place, turn in path:
-        found = _turn(turn, its_format)
-        if isinstance(found, str):
-            return BadRow(f"{where}, {place}", found)
-        said.append(found._replace(weight=0.0) if id(turn) in seen else found)
+    turns: list[Turn] = []
+    for name, turn in path:
+        checked = _turn(turn, its_format)
+        if isinstance(checked, str):
+            return BadRow(f"{where}, {name}", checked)
+        turns.append(checked._replace(weight=0.0) if id(turn) in seen else checked)
         seen.add(id(turn))
-    if [turn.role for turn in said].count("system") > 1:
+    if [turn.role for turn in turns].count("system") > 1:
         return BadRow(where, "more than one prompt of the system")
-    system = said.pop(0).words if said[0].role == "system" else None
-    if said and said[0].role == "assistant":
-        said.pop(0)
+    system = turns.pop(0).words if turns[0].role == "system" else None
+    if turns and turns[0].role == "assistant":
+        turns.pop(0)
     names = {ours: theirs for theirs, ours in its_format.roles.items()}
     names["system"] = "system"
-    for turn, expected in zip(said, cycle(("user", "assistant")), strict=False):
+    for turn, expected in zip(turns, cycle(("user", "assistant")), strict=False):
         if turn.role != expected:
             speaks = f"{names[turn.role]} speaks where {names[expected]} should"
             return BadRow(where, speaks)
-    pairs = zip(said[::2], said[1::2], strict=False)  # the last turn may have no reply
-    exchanges = tuple((user.words, reply.words) for user, reply in pairs)
-    weights = tuple(turn.weight for turn in said[1::2])
+    exchanges = []
+    weights = []
+    # The last turn may have no reply.
+    for user, reply in zip(turns[::2], turns[1::2], strict=False):
+        exchanges.append((user.words, reply.words))
+        weights.append(reply.weight)
     if not any(weights):
         return None
-    return Conversation(system, exchanges, weights if {*weights} != {1.0} else ())
+    given = () if {*weights} == {1.0} else tuple(weights)
+    return Conversation(system, tuple(exchanges), given)
 
 
 def _paths(
     row: Mapping[str, Any], its_format: TurnFormat
-) -> tuple[list[Path], set[int]]:
+) -> tuple[list[TurnPath], set[int]]:
     """Returns the paths from a row's first turn to its last ones, and what has no loss.
 
     Words of the system that lie beside the turns come first. What has no loss are ids
     of turns.
     """
-    found, begin = row[its_format.turns], []
+    turns = row[its_format.turns]
+    begin: TurnPath = []
     for name in SYSTEM:
         if row.get(name):
             turn = {its_format.role: "system", its_format.content: row[name]}
             begin.append((name, turn))
     if its_format is TREE:
-        return [begin + path for path in _below("prompt", found)], set()
+        return [begin + path for path in _below("prompt", turns)], set()
     if its_format is not GROUP:
-        return [begin + [(f"turn {n}", turn) for n, turn in enumerate(found, 1)]], set()
+        return [begin + _numbered("turn", turns)], set()
     prompt = row.get(PROMPT)
     if isinstance(prompt, list):
-        begin += [(f"prompt, turn {n}", turn) for n, turn in enumerate(prompt, 1)]
+        begin += _numbered("prompt, turn", prompt)
     else:
         begin.append(("prompt", {"role": "user", "content": prompt}))
     answers = []
-    for number, text in enumerate(found, 1):
+    for number, text in enumerate(turns, 1):
         fields = text if isinstance(text, dict) and "text" in text else {"text": text}
         answer = {"content": fields["text"], **fields, "role": "assistant"}
         answers.append([*begin, (f"completion {number}", answer)])
     return answers, {id(turn) for _, turn in begin}
 
 
-def _below(place: str, turn: Any) -> list[Path]:
+def _numbered(name: str, turns: Sequence[Any]) -> TurnPath:
+    return [(f"{name} {number}", turn) for number, turn in enumerate(turns, 1)]
+
+
+def _below(name: str, turn: Any) -> list[TurnPath]:
     """Returns the paths from a turn of a tree of messages to its last ones."""
     replies = turn.get(REPLIES) if isinstance(turn, dict) else None
     replies = replies if isinstance(replies, list) else []
-    paths = [
-        [(place, turn), *path]
-        for number, reply in enumerate(replies, 1)
-        for path in _below(f"{place}, reply {number}", reply)
-    ]
-    return paths or [[(place, turn)]]
+    paths = []
+    for reply_name, reply in _numbered(f"{name}, reply", replies):
+        for path in _below(reply_name, reply):
+            paths.append([(name, turn), *path])
+    return paths or [[(name, turn)]]
 
 
 def _turn(turn: Any, its_format: TurnFormat) -> Turn | str:
     """Checks a turn; returns the reason to refuse it otherwise."""
     if not isinstance(turn, dict):
         return "a turn that is not an object"
-    role, value = turn.get(its_format.role), turn.get(its_format.content)
+    role = turn.get(its_format.role)
+    value = turn.get(its_format.content)
     if not isinstance(role, str) or role not in its_format.roles:
         known = ", ".join(its_format.roles)
         return f"a turn from {short(role)}, not one of {known}"
@@ -332,18 +350,21 @@ def _words(value: Any) -> str | None:
     """Returns a content's text; None: it has other parts, or none."""
     if isinstance(value, str):
         return value
-    parts = value if isinstance(value, list) else []
-    texts = [p.get("text") for p in parts if isinstance(p, dict) and _kind(p) == "text"]
-    is_text = texts and len(texts) == len(parts)
-    return (
-        "".join(texts) if is_text and all(isinstance(t, str) for t in texts) else None
-    )
+    texts = []
+    for part in value if isinstance(value, list) else []:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or _kind(part) != "text":
+            return None
+        texts.append(text)
+    return "".join(texts) if texts else None
 
 
 def _kind(value: Any) -> str:
     """Returns the kind of a value that is not text, as "image_url" or a type."""
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         return short(value["type"])[1:-1]
-    parts = value if isinstance(value, list) else []
-    kinds = (kind for part in parts if (kind := _kind(part)) != "text")
-    return next(kinds, type(value).__name__)
+    for part in value if isinstance(value, list) else []:
+        kind = _kind(part)
+        if kind != "text":
+            return kind
+    return type(value).__name__

@@ -6,7 +6,8 @@ split. Rows of whole documents (`WholeRows`) then hold several, masked from each
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class ChatEncoder:
     context: tokens in a document, at most; 2 or more.
     """
 
-    wanted, counted = "conversation to train on", "conversations"
+    wanted = "conversation to train on"
+    counted = "conversations"
 
     def __init__(
         self,
@@ -54,7 +56,8 @@ class ChatEncoder:
         apart: bool = False,
     ):
         """Keeps its arguments. too_long: one of `TOO_LONG`. apart: no trees."""
-        self.template, self._apart = template, apart
+        self.template = template
+        self._apart = apart
         self.context = context_tokens
         self._splits = too_long == "split"
         self._why_divided = f"together more than {context_tokens} tokens"
@@ -79,7 +82,7 @@ class ChatEncoder:
     def _encode(self, row: Row, counts: Counts) -> list[Document] | BadRow:
         # Answers that are alike add up.
         counts.weighted += len(row.paths) > 1 or bool(row.paths[0].weights)
-        is_named = any(map(self.template.stays_text, (p.messages for p in row.paths)))
+        is_named = any(self.template.stays_text(path.messages) for path in row.paths)
         if is_named or names_special_tokens(row.text):
             counts.markup.add(BadRow(row.where, SPECIAL))
         for name, turns in row.unread.items():
@@ -90,14 +93,18 @@ class ChatEncoder:
             paths = [self._parts(path) for path in row.paths]
         except ValueError as error:
             return BadRow(row.where, str(error))
-        whole = [text for parts in paths for part in parts for text in part]
+        whole = [*chain.from_iterable(chain.from_iterable(paths))]
         # Parts of one conversation are trees of their own, as they share little.
         trees = paths[0] if len(paths) == 1 else [whole]
-        documents, kept = [], 0
+        documents = []
+        kept = 0
         for tree in trees:
-            cut = [Document(*(x[: self.context] for x in text[:2])) for text in tree]
-            # A document's first token is not a target.
-            cut = [text for text in cut if text.weights[1:].any()]
+            cut = []
+            for text in tree:
+                weights = text.loss_weights[: self.context]
+                # A document's first token is not a target.
+                if weights[1:].any():
+                    cut.append(Document(text.tokens[: self.context], weights))
             kept += sum(text.tokens.size for text in cut)
             joined = cut if self._apart else join_within(cut, self.context)
             if 1 < len(joined) < len(cut):
@@ -113,10 +120,12 @@ class ChatEncoder:
     @cached_property
     def _drops_system(self) -> bool:
         """Whether the template writes the same with the system's words as without."""
-        talks = (Conversation(said, (("x", "y"),)) for said in (None, "SYSTEM"))
-        found = [d[-1].tokens for d in map(self._documents, talks) if d]
-        # Where one is refused, so is each row.
-        return len(found) == 2 and np.array_equal(*found)
+        without = self._documents(Conversation(None, (("x", "y"),)))
+        led = self._documents(Conversation("SYSTEM", (("x", "y"),)))
+        # A template that refuses one of them refuses each row too.
+        if not without or not led:
+            return False
+        return np.array_equal(without[-1].tokens, led[-1].tokens)
 
     def _documents(self, conversation: Conversation) -> list[Document]:
         """Returns the documents of a conversation, [] where the template refuses it."""
@@ -127,27 +136,23 @@ class ChatEncoder:
 
     def _parts(self, conversation: Conversation) -> list[list[Document]]:
         """Returns a conversation's documents; of its parts, where it is to be split."""
-        exchanges, weights = conversation.exchanges, conversation.weights
+        weights = conversation.weights
         whole = self.template.documents(conversation.messages, weights)
         if not self._splits or longest(whole) <= self.context:
             return [whole]
-        first, parts = 0, []
-
-        def documents(count: int) -> list[Document]:
-            some = slice(first, first + count)
-            return self._documents(
-                Conversation(conversation.system, exchanges[some], weights[some])
-            )
-
-        while first < len(exchanges):
-            counts = range(1, len(exchanges) - first + 1)
-            fitting = bisect_right(
-                counts, self.context, key=lambda count: longest(documents(count))
-            )
-            count = max(fitting, 1)
-            parts.append(documents(count))
-            first += count
+        parts = []
+        rest = conversation
+        while rest.exchanges:
+            counts = range(1, len(rest.exchanges) + 1)
+            size = partial(self._size, rest)
+            count = max(bisect_right(counts, self.context, key=size), 1)
+            parts.append(self._documents(rest.part(slice(count))))
+            rest = rest.part(slice(count, None))
         return parts
+
+    def _size(self, conversation: Conversation, count: int) -> int:
+        """Returns the tokens of the first exchanges of a conversation."""
+        return longest(self._documents(conversation.part(slice(count))))
 
 
 def longest(documents: Sequence[Document]) -> int:

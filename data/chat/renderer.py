@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from resource import RLIMIT_AS, RLIMIT_CPU
 from typing import Any, NamedTuple, NoReturn
@@ -108,7 +109,10 @@ class Renderer:
     def _answer(self, request: str) -> dict[str, Any]:
         """Returns the answer, or the exit "code" of a process that gave none."""
         with self._lock:
-            process = self._process = self._process or _begin()
+            if self._process is None:
+                self._process = _begin()
+            process = self._process
+            assert process.stdin and process.stdout
             line = b""
             try:
                 with contextlib.suppress(BrokenPipeError):
@@ -123,8 +127,10 @@ class Renderer:
 
     def close(self) -> None:
         """Ends the process, if there is one."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process:
+            assert process.stdin and process.stdout
             process.kill()
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
@@ -155,36 +161,50 @@ class LookAhead(BaseException):
     """
 
 
+@dataclass
+class _Progress:
+    """How far a rendering is.
+
+    written: letters by now. ends: of these, where the template went on to each turn.
+    reader: the iterator that did.
+    """
+
+    written: int = 0
+    ends: list[int] = field(default_factory=list)
+    reader: object = None
+
+
 class _Turns:
     """The messages from a first one on, as a template reads them.
 
     Only one reader may come to turns that were not read before: what others find out of
     these stands earlier in the text.
 
-    reads: shared by all slices: the letters "written" by now, in "ends" where the
-      template went on to each turn, and the "reader" that did.
+    progress: shared by all slices.
     """
 
     __hash__ = None
 
-    def __init__(self, messages: Sequence[Any], reads: dict[str, Any], begin: int = 0):
-        self._messages, self._reads, self._begin = messages, reads, begin
+    def __init__(self, messages: Sequence[Any], progress: _Progress, begin: int = 0):
+        self._messages = messages
+        self._progress = progress
+        self._begin = begin
 
     def __iter__(self) -> Iterator[Any]:
-        reader, ends = object(), self._reads["ends"]
+        reader = object()
+        progress = self._progress
         for number in range(self._begin, len(self._messages) + 1):
-            if (
-                number == len(ends) + 1
-                and self._reads.setdefault("reader", reader) is reader
-            ):
-                ends.append(self._reads["written"])
+            is_next = number == len(progress.ends) + 1
+            if is_next and progress.reader in (None, reader):
+                progress.reader = reader
+                progress.ends.append(progress.written)
             else:
                 self._check(number)
             yield from self._messages[number : number + 1]
 
     def __getitem__(self, key: Any) -> Any:
         if key == slice(1, None) and not self._begin:
-            return _Turns(self._messages, self._reads, 1)
+            return _Turns(self._messages, self._progress, 1)
         if type(key) is not int or key < 0:
             raise LookAhead
         self._check(self._begin + key)
@@ -192,7 +212,7 @@ class _Turns:
 
     def _check(self, number: int) -> None:
         """Checks that a turn was read before, and the end was not."""
-        read = len(self._reads["ends"])
+        read = len(self._progress.ends)
         if number > read or read == len(self._messages):
             raise LookAhead
 
@@ -207,11 +227,12 @@ class _Turns:
 
 def _is_in_order(tree: nodes.Template, options: Mapping[str, Any]) -> bool:
     """Returns whether a template has one loop over turns, and behind it reads none."""
-    loops = [n for n, node in enumerate(tree.body) if isinstance(node, nodes.For)]
-    if len(loops) != 1 or tree.body[loops[0]].else_:
+    loops = [node for node in tree.body if isinstance(node, nodes.For)]
+    if len(loops) != 1 or loops[0].else_:
         return False
-    turns = {"messages", _sliced(tree.body[loops[0]].iter)}
-    behind = nodes.Template(tree.body[loops[0] + 1 :])
+    turns = {"messages", _sliced(loops[0].iter)}
+    behind = nodes.Template(tree.body[tree.body.index(loops[0]) + 1 :])
+    # Names that are read behind the loop may hold nothing that a turn decides.
     constants = {name.name for name in behind.find_all(nodes.Name)}
     for assigned in tree.find_all(nodes.Assign):
         name = _sliced(assigned.target)
@@ -219,10 +240,11 @@ def _is_in_order(tree: nodes.Template, options: Mapping[str, Any]) -> bool:
             return False
         if name in constants and not isinstance(assigned.node, nodes.Const):
             return False
-    loops = [name for name in tree.find_all(nodes.Name) if name.name == "loop"]
-    known = [a for a in tree.find_all(nodes.Getattr) if a.attr in OF_LOOPS]
-    known = [a for a in known if _sliced(a.node) == "loop"]
-    return None not in turns and constants <= {*options} and len(loops) == len(known)
+    # Nor may the loop be asked for more than an attribute of these.
+    uses = [name.name for name in tree.find_all(nodes.Name)].count("loop")
+    for attribute in tree.find_all(nodes.Getattr):
+        uses -= attribute.attr in OF_LOOPS and _sliced(attribute.node) == "loop"
+    return None not in turns and constants <= {*options} and not uses
 
 
 def _sliced(node: nodes.Node) -> str | None:
@@ -258,8 +280,9 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         extensions=[_Generation, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    functions: dict[str, Any] = environment.globals
+    functions["raise_exception"] = fail
+    functions["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -270,14 +293,14 @@ def _open(source: str) -> tuple[jinja2.Template, nodes.Template]:
 
 
 def _write(
-    template: jinja2.Template, turns: Any, reads: dict[str, Any], request: Any
+    template: jinja2.Template, turns: Any, progress: _Progress, request: Any
 ) -> str:
-    """Returns the text of a rendering. reads: as of `_Turns`."""
+    """Returns the text of a rendering; stops where it is longer than it may be."""
     pieces = []
     for piece in template.generate(messages=turns, **request["options"]):
         pieces.append(piece)
-        reads["written"] += len(piece)
-        if reads["written"] > request["letters"]:
+        progress.written += len(piece)
+        if progress.written > request["letters"]:
             raise ValueError(f"it writes more than {request['letters']:,} letters")
     return "".join(pieces)
 
@@ -290,16 +313,13 @@ def _rendered(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": f"is not Jinja: {_line(error)}; {REMEDY}"}
     messages = request["messages"]
     if _is_in_order(tree, request["options"]):
-        reads = {"written": 0, "ends": []}
+        progress = _Progress()
         with contextlib.suppress(Exception, LookAhead):
-            text = _write(template, _Turns(messages, reads), reads, request)
-            if len(reads["ends"]) == len(messages):
-                return {"text": text, "ends": reads["ends"]}
+            text = _write(template, _Turns(messages, progress), progress, request)
+            if len(progress.ends) == len(messages):
+                return {"text": text, "ends": progress.ends}
     try:
-        return {
-            "text": _write(template, messages, {"written": 0}, request),
-            "ends": None,
-        }
+        return {"text": _write(template, messages, _Progress(), request), "ends": None}
     except MemoryError:
         most = f"{request['memory']:,} bytes of memory"
         return {"error": f"takes more than {most} for a conversation: {REMEDY}"}

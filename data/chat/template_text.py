@@ -46,7 +46,9 @@ class TemplateText:
     """
 
     def __init__(self, name: str, source: str, names: Mapping[str, str]):
-        self.name, self.source, self._names = name, source, names
+        self.name = name
+        self.source = source
+        self._names = names
         self.opening = ""
         self.opening = self._find_opening()
 
@@ -72,10 +74,11 @@ class TemplateText:
         asked = self.ask(messages[:-1])
         if not _begins_with(whole, asked):
             asked = asked._replace(ends=None)
-        found = []
+        exchanges = []
         for number in replies_of(messages):
             exchange = self.prompt_within(asked, messages, number)
-            if number and asked.ends:
+            if number and asked.ends and whole.ends:
+                # Up to the reply's end, and then what the template writes at the end.
                 text = whole.text[exchange.shared : whole.ends[number]]
                 text += whole.text[whole.ends[-1] :]
             elif number == len(messages) - 1:
@@ -85,8 +88,8 @@ class TemplateText:
             if not text.startswith(exchange.prompt):
                 prompt = exchange.prompt.removesuffix(self.opening)
                 exchange = exchange._replace(prompt=prompt)
-            found.append(exchange._replace(text=text))
-        return whole.text, found
+            exchanges.append(exchange._replace(text=text))
+        return whole.text, exchanges
 
     def prompt_within(
         self, asked: Rendering, messages: Sequence[Message], number: int
@@ -117,18 +120,18 @@ class TemplateText:
         """
         numbers = replies_of(messages)
         words = [messages[number]["content"].strip() for number in numbers]
-        pairs = zip(exchanges, words, strict=True)
-        if all(exchange.reply.lstrip().startswith(said) for exchange, said in pairs):
+        texts = [exchange.reply for exchange in exchanges]
+        if all(map(_begins_as, texts, words)):
             return [0] * len(words)
         changed = [*messages]
         for number in numbers:
             changed[number] = {"role": "assistant", "content": other}
         _, others = self.exchanges(changed)
         added = []
-        for exchange, changed, said in zip(exchanges, others, words, strict=True):
-            common = commonprefix([exchange.reply, changed.reply]).rstrip(" ")
-            behind = exchange.reply[len(common) :].lstrip()
-            added.append(len(common) * bool(common.strip() and behind.startswith(said)))
+        for text, own_words, exchange in zip(texts, words, others, strict=True):
+            common = commonprefix([text, exchange.reply]).rstrip(" ")
+            is_own = common.strip() and _begins_as(text[len(common) :], own_words)
+            added.append(len(common) if is_own else 0)
         return added
 
     def _find_opening(self) -> str:
@@ -141,6 +144,11 @@ class TemplateText:
             if prompt == asked and whole.startswith(prompt) and opening.strip():
                 return opening
         return ""
+
+
+def _begins_as(text: str, words: str) -> bool:
+    """Returns whether a text begins with words, behind blanks."""
+    return text.lstrip().startswith(words)
 
 
 def _begins_with(whole: Rendering, asked: Rendering) -> bool:

@@ -70,14 +70,15 @@ LONGEVAL = {
 
 
 def _read_words() -> list[str]:
-    files = FOLDER / "line_adjectives.txt", FOLDER / "line_nouns.txt"
-    return ["-".join(pair) for pair in product(*(f.read_text().split() for f in files))]
+    adjectives = (FOLDER / "line_adjectives.txt").read_text().split()
+    nouns = (FOLDER / "line_nouns.txt").read_text().split()
+    return [*map("-".join, product(adjectives, nouns))]
 
 
 FORMS = {
     # Lines "qx47" and "q47": the same task for models of a few layers that are trained
     # from nothing. One of two layers finds a letter by the one token before.
-    "compact": LineForm(["".join(pair) for pair in product(LETTERS, LETTERS)]),
+    "compact": LineForm([*map("".join, product(LETTERS, repeat=2))]),
     "letters": LineForm(string.ascii_letters),
     "LRT": LineForm(None, **LONGEVAL),
     "LRT-NL": LineForm(_read_words(), **LONGEVAL),  # its usual kind: "torpid-kid"
@@ -105,7 +106,9 @@ class Record:
 
 def draw_record(form: LineForm, lines: int, rng: np.random.Generator) -> Record:
     """Draws a record in which no two lines have one name."""
-    return Record(form, form.draw_names(lines, rng), rng.integers(*form.numbers, lines))
+    names = form.draw_names(lines, rng)
+    least, end = form.numbers
+    return Record(form, names, rng.integers(least, end, lines))
 
 
 def record_of_length(
@@ -124,16 +127,18 @@ def record_of_length(
     # No line has less than a token.
     most = max(tokens if form.names is None else min(tokens, len(form.names)), 1)
     pool = draw_record(form, most, rng)
-    fits, fails = 0, 1
+    fits = 0
+    fails = 1
     while fails <= most and length(pool.first(fails)) <= tokens:
-        fits, fails = fails, 2 * fails
+        fits = fails
+        fails *= 2
     if fails > most and length(pool) <= tokens:
         raise ValueError(
             f"{tokens} tokens hold all of the {most} lines that this form has names "
             "for: ask for fewer tokens, or take a form with more names"
         )
-    more = range(fits + 1, fails)
-    fits += bisect_right(more, tokens, key=lambda lines: length(pool.first(lines)))
+    between = range(fits + 1, fails)
+    fits += bisect_right(between, tokens, key=lambda lines: length(pool.first(lines)))
     if not fits:
         raise ValueError(
             f"{tokens} tokens are too few for a record of one line and its question, "
@@ -147,5 +152,5 @@ def last_integer(output: str) -> int | None:
 
     Of more than `MOST_DIGITS`, which models do write, the first count.
     """
-    found = re.findall(r"\d+", output)
-    return int(found[-1].lstrip("0")[:MOST_DIGITS] or 0) if found else None
+    numbers = re.findall(r"\d+", output)
+    return int(numbers[-1].lstrip("0")[:MOST_DIGITS] or 0) if numbers else None

@@ -50,7 +50,8 @@ class Summary(Counts):
         return self.inputs.lines() + self.skipped.lines("skipped")
 
     def __str__(self) -> str:
-        lines, writer = [], self.writer
+        writer = self.writer
+        lines = []
         for split, counts in writer.counts.items():
             size = counts.tokens * writer.dtype.itemsize / 1e6
             line = (
@@ -104,8 +105,7 @@ def write_corpus(
     documents are then copied to their splits.
 
     Args:
-      writer: of the corpus.
-      rows: reads and encodes rows.
+      writer: of the corpus. rows: reads and encodes rows.
       inputs: files and directories; hidden files in a directory are left out.
       least_held_out: characters to hold out of small corpora (see `Holdout`).
       on_bad_row: called with the first bad rows, which are skipped; None: one ends it.
@@ -121,18 +121,20 @@ def write_corpus(
         good one or mostly markup, or the fraction is not between 0 and 1.
     """
     holdout = Holdout(validation_fraction, least_held_out)
-    found = list_inputs(inputs, **chosen)
-    summary = Summary(writer=writer, inputs=found, counted=rows.counted)
-    arrays, sources = [], []
+    listed = list_inputs(inputs, **chosen)
+    summary = Summary(writer=writer, inputs=listed, counted=rows.counted)
+    arrays = []
+    sources = []
     with parts_beside(writer.directory) as folder:
         maker = PartMaker(folder, rows, writer.tokenizer, stops=on_bad_row is None)
-        for part in make_parts(maker, found.files, workers):
+        for part in make_parts(maker, listed.files, workers):
             arrays.append(part.arrays)
             sources += part.sources
             summary.add(part.counts)
             holdout.add(part.marks, part.characters)
-            for row in part.errors:
-                on_bad_row(row)
+            if on_bad_row is not None:
+                for row in part.errors:
+                    on_bad_row(row)
         if not keep_markup:
             check_markup(summary.markup, summary.good)
         if not summary.rows:
@@ -148,36 +150,42 @@ def write_corpus(
 
 def _refuse_empty(summary: Summary, wanted: str, inputs: Sequence[Path]) -> NoReturn:
     read = f"{len(summary.inputs.files)} files are read"
-    where, why = ", ".join(map(str, inputs)), "; ".join([read, *summary.left_out()])
+    where = ", ".join(map(str, inputs))
+    why = "; ".join([read, *summary.left_out()])
     raise ValueError(f"there is no {wanted} in {where}: {why}")
 
 
 def _write(writer: TokenFileWriter, cut: int, encoded: Encoded) -> None:
     """Writes documents to their splits."""
-    codes, marks, lengths, tokens, weights, trees, segments = encoded
-    is_held = np.where(codes < 0, marks < np.uint64(cut), codes)
+    is_held = np.where(encoded.codes < 0, encoded.marks < np.uint64(cut), encoded.codes)
     for number, split in enumerate(SPLITS):
         is_chosen = is_held == number
         if not is_chosen.any():
             continue
-        of_tokens, sizes = np.repeat(is_chosen, lengths), lengths[is_chosen]
-        if not weights.size:
-            writer.write(split, tokens[of_tokens], lengths=sizes)
+        lengths = encoded.lengths[is_chosen]
+        of_tokens = np.repeat(is_chosen, encoded.lengths)
+        tokens = encoded.tokens[of_tokens]
+        if not encoded.weights.size:
+            writer.write(split, tokens, lengths=lengths)
             continue
-        count, intervals = trees[is_chosen].T
-        own = segments[np.repeat(is_chosen, trees[:, 0])]
-        own[:, 0] += np.repeat(np.cumsum(sizes) - sizes, count)
-        found = tokens[of_tokens], weights[of_tokens], own, int(intervals.max())
-        writer.write(split, *found, lengths=sizes)
+        weights = encoded.weights[of_tokens]
+        count, intervals = encoded.trees[is_chosen].T
+        segments = encoded.segments[np.repeat(is_chosen, encoded.trees[:, 0])]
+        # They begin at 0 in their own document: from here on, in those that are chosen.
+        segments[:, 0] += np.repeat(np.cumsum(lengths) - lengths, count)
+        most = int(intervals.max())
+        writer.write(split, tokens, weights, segments, most, lengths)
 
 
 class _Texts:
     """Rows of text, each a document."""
 
-    wanted, counted = "text", ""
+    wanted = "text"
+    counted = ""
 
     def __init__(self, tokenizer: Tokenizer, text_field: str):
-        self._tokenizer, self._text_field = tokenizer, text_field
+        self._tokenizer = tokenizer
+        self._text_field = text_field
 
     def read(self, files: Sequence[InputFile]) -> Iterator[TextDocument | BadRow]:
         return read_documents(files, self._text_field)
@@ -186,13 +194,13 @@ class _Texts:
         self, rows: Sequence[TextDocument], counts: Counts
     ) -> list[list[Document]]:
         for row in rows:
-            if kind := find_markup(row.text):
-                counts.markup.add(BadRow(row.where, kind))
+            markup = find_markup(row.text)
+            if markup:
+                counts.markup.add(BadRow(row.where, markup))
         begin = np.array(self._tokenizer.begin_of_document, np.int32)
         end = np.array([self._tokenizer.end_of_document], np.int32)
         encoded = self._tokenizer.encode_all([row.text for row in rows])
-        texts = (np.concatenate([begin, ids, end]) for ids in encoded)
-        return [[Document(tokens, None)] for tokens in texts]
+        return [[Document(np.concatenate([begin, ids, end]), None)] for ids in encoded]
 
 
 def prepare(
@@ -212,7 +220,8 @@ def prepare(
       text_field: which field of a row is the document.
       options: of `write_corpus`, which lists the errors.
     """
-    rows, writer = _Texts(tokenizer, text_field), TokenFileWriter(output, tokenizer)
+    rows = _Texts(tokenizer, text_field)
+    writer = TokenFileWriter(output, tokenizer)
     return write_corpus(writer, rows, inputs, least_held_out=LEAST_HELD_OUT, **options)
 
 

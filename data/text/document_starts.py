@@ -10,7 +10,8 @@ from data.packed import StoredArray
 
 BLOCK = 1 << 12
 """Documents that are read together."""
-_KEPT_BLOCKS, _KEPT_STARTS = 1 << 3, 1 << 16
+_KEPT_BLOCKS = 1 << 3
+_KEPT_STARTS = 1 << 16
 
 
 class DocumentStarts:
@@ -30,8 +31,10 @@ class DocumentStarts:
         Raises:
           ValueError: it is damaged.
         """
-        self.count, self.end = stored.size, end
-        self._stored, self._remedy = stored, remedy
+        self.count = stored.size
+        self.end = end
+        self._stored = stored
+        self._remedy = remedy
         self.block = lru_cache(_KEPT_BLOCKS)(self._read_block)
         self._first = lru_cache(_KEPT_STARTS)(lambda b: self.offset(b * BLOCK))
         self.block(0)
@@ -40,19 +43,19 @@ class DocumentStarts:
     def blocks(self) -> int:
         return -(-self.count // BLOCK)
 
-    def search(self, place: int) -> int:
-        """Returns how many documents begin at a place of the stream or before it."""
-        number = bisect_right(range(self.blocks), place, key=self._first) - 1
+    def search(self, offset: int) -> int:
+        """Returns how many documents begin at an offset of the stream or before it."""
+        number = bisect_right(range(self.blocks), offset, key=self._first) - 1
         number = max(number, 0)
         starts = self.block(number)[:-1]
-        return number * BLOCK + int(starts.searchsorted(place, side="right"))
+        return number * BLOCK + int(starts.searchsorted(offset, side="right"))
 
     def between(self, begin: int, stop: int) -> np.ndarray:
         """Returns the starts behind `begin` and before `stop`, int64 (documents,)."""
         first = self.search(begin)
-        found = self._stored[first : self.search(stop - 1)]
-        self._check(np.r_[begin, found, stop], first - 1)
-        return found
+        starts = self._stored[first : self.search(stop - 1)]
+        self._check(np.r_[begin, starts, stop], first - 1)
+        return starts
 
     def offset(self, document: int) -> int:
         """Returns where a document starts; of `count`: where the last one ends."""
@@ -63,22 +66,22 @@ class DocumentStarts:
     def _read_block(self, number: int) -> np.ndarray:
         """Returns the starts of a block and where it ends, int64 (documents + 1,)."""
         first = number * BLOCK
-        found = self._stored[first : first + BLOCK + 1]
+        offsets = self._stored[first : first + BLOCK + 1]
         if first + BLOCK >= self.count:
-            found = np.append(found, self.end)
-        if found[0] != 0 and number == 0:
-            self._refuse(f"the first document begins at {found[0]}, not at 0")
-        self._check(found, first)
-        return found
+            offsets = np.append(offsets, self.end)
+        if offsets[0] != 0 and number == 0:
+            self._refuse(f"the first document begins at {offsets[0]}, not at 0")
+        self._check(offsets, first)
+        return offsets
 
     def _check(self, offsets: np.ndarray, first: int) -> None:
         """Checks offsets of the document `first` and those behind it."""
         is_filled = offsets[1:] > offsets[:-1]
         if not is_filled.all():
-            place = int(np.argmin(is_filled))
-            begin, end = offsets[place : place + 2]
+            empty = int(np.argmin(is_filled))
+            begin, end = offsets[empty : empty + 2]
             self._refuse(
-                f"document {first + place} begins at {begin} and ends at {end}"
+                f"document {first + empty} begins at {begin} and ends at {end}"
             )
 
     def _refuse(self, damaged: str) -> NoReturn:

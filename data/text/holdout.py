@@ -38,7 +38,8 @@ class Holdout:
         self._share = fraction or FRACTION
         self._wanted = least if fraction is None else 0
         self._sums = np.zeros((2, BINS), np.int64)  # characters and texts of each range
-        self._least, self._most = END, 0
+        self._least = END
+        self._most = 0
 
     def add(self, marks: np.ndarray, characters: np.ndarray) -> None:
         """Adds texts, by their marks, uint64 (n,), and sizes, int64 (n,)."""

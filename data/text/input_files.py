@@ -11,7 +11,7 @@ all others, what each document says decides whether it is held out.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from data.text.row_files import FORMATS, TABLES, InputFile, check_beginning, end
 from data.text.skipped import BadRow, Skipped
 
 EVERY_FILE = "*"
-TRAIN, HELD_OUT = "train", ("validation", "test")
+TRAIN = "train"
+HELD_OUT = ("validation", "test")
 # What data sets call their splits, and what we do.
 SPLIT_NAMES = {
     "train": TRAIN,
@@ -76,10 +77,10 @@ def list_inputs(
     files: list[InputFile] = []
     for path in inputs:
         if path.is_dir():
-            found = files_in(path, pattern)
-            if pattern == EVERY_FILE and any(ending(file) in TABLES for file in found):
-                found = _tables(found, left_out)
-            split_of = _assign(path, found, splits, left_out)
+            inside = files_in(path, pattern)
+            if pattern == EVERY_FILE and not _endings(inside).isdisjoint(TABLES):
+                inside = _tables(inside, left_out)
+            split_of = _assign(path, inside, splits, left_out)
             files += [InputFile(file, split, False) for file, split in split_of.items()]
         elif path in split_of_named:
             files.append(InputFile(path, split_of_named[path], True))
@@ -104,18 +105,22 @@ def _check_inputs(inputs: Sequence[Path]) -> None:
 
 def files_in(directory: Path, pattern: str) -> list[Path]:
     """Lists files below the directory, sorted, so in one order on every machine."""
-
-    def is_hidden(path: Path) -> bool:
-        return any(part.startswith(".") for part in path.relative_to(directory).parts)
-
     try:
-        found = [path for path in directory.rglob(pattern) if path.is_file()]
+        files = [path for path in directory.rglob(pattern) if path.is_file()]
     except (NotImplementedError, ValueError) as error:
         raise ValueError(
             f"pattern={pattern!r} must match files below a directory, as '*.txt' and "
             f"'notes/*.md' are: {error}"
         ) from error
-    return sorted(path for path in found if not is_hidden(path))
+    return sorted(path for path in files if not _is_hidden(path, directory))
+
+
+def _is_hidden(path: Path, directory: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(directory).parts)
+
+
+def _endings(files: Iterable[Path]) -> set[str]:
+    return {*map(ending, files)}
 
 
 def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
@@ -124,7 +129,7 @@ def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
     Raises:
       FileNotFoundError: a data set lacks a file.
     """
-    kept, missing = [], []
+    kept = []
     for path in files:
         if ending(path) not in TABLES:
             left_out.add(BadRow(str(path), "beside Parquet or Arrow files"))
@@ -132,18 +137,28 @@ def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
             left_out.add(BadRow(str(path), "cache of a data set"))
         else:
             kept.append(path)
-    # Behind its number a shard may have a digest of its own.
-    shards = {(p.parent, *m.groups()) for p in kept if (m := SHARD.match(p.name))}
-    for folder, name, count in sorted({(f, n, c) for f, n, _, c in shards}):
-        for number in range(int(count)):
-            if (folder, name, f"{number:05}", count) not in shards:
-                missing.append(f"{folder / name}-{number:05}-of-{count}")
+    _check_shards(kept)
+    return kept
+
+
+def _check_shards(files: Sequence[Path]) -> None:
+    """Raises FileNotFoundError if a shard is missing beside those that are there."""
+    numbers: dict[tuple[Path, str, str], set[int]] = {}
+    for path in files:
+        # Behind its number a shard may have a digest of its own.
+        shard = SHARD.match(path.name)
+        if shard:
+            shards = (path.parent, shard["name"], shard["count"])
+            numbers.setdefault(shards, set()).add(int(shard["number"]))
+    missing = []
+    for (folder, name, count), present in sorted(numbers.items()):
+        for number in sorted({*range(int(count))} - present):
+            missing.append(f"{folder / name}-{number:05}-of-{count}")
     if missing:
         raise FileNotFoundError(
             f"{missing[0]} is missing, of {len(missing)} files of a data set: copy it "
             "again, or name the files to read (--pattern)"
         )
-    return kept
 
 
 def _assign(
@@ -154,27 +169,30 @@ def _assign(
 ) -> dict[Path, str | None]:
     """Returns the files that are read, and the split of each (see `InputFile`)."""
     named = {p: _split_name(p, directory) for p in files if ending(p) in FORMATS}
-    found = {name for name in named.values() if name}
+    names = sorted({*filter(None, named.values())})
     if splits and named:
-        if missing := {*splits} - found:
+        missing = {*splits}.difference(names)
+        if missing:
             raise ValueError(
                 f"there is no split {', '.join(sorted(missing))} in "
                 f"{directory or named.popitem()[0]}, but "
-                f"{', '.join(sorted(found)) or 'files whose names say none'}"
+                f"{', '.join(names) or 'files whose names say none'}"
             )
-        train, held_out = [splits[0]], splits[1:]
+        train = [splits[0]]
+        held_out = splits[1:]
     else:
         # Files of code and of other texts have such names by chance.
-        are_tables = any(ending(path) in TABLES for path in named)
+        are_tables = not _endings(named).isdisjoint(TABLES)
         are_unlike = len({*named.values()}) > 1
-        if TRAIN not in found and not (are_tables and are_unlike):
+        if TRAIN not in names and not (are_tables and are_unlike):
             return dict.fromkeys(files)
-        train, held_out = [TRAIN, None], [n for n in HELD_OUT if n in found][:1]
-        if found.isdisjoint(train) and None not in named.values():
+        train = [TRAIN, None]
+        held_out = [name for name in HELD_OUT if name in names][:1]
+        if TRAIN not in names and None not in named.values():
             raise ValueError(
-                f"{directory or 'the inputs'} has splits {', '.join(sorted(found))}: "
+                f"{directory or 'the inputs'} has splits {', '.join(names)}: "
                 "say which to train on, and which to hold out, as in --splits "
-                f"{','.join(sorted(found)[:2])}"
+                f"{','.join(names[:2])}"
             )
     assigned: dict[Path, str | None] = {}
     for path in files:

@@ -161,14 +161,13 @@ def open_part(path: Path) -> Part:
         raise ValueError(f"{path} is not what was written, by its digest")
     file = io.BytesIO(content)
     figures = json.loads(file.readline())
-    counts = {
-        name: Skipped(**value) if isinstance(value, dict) else value
-        for name, value in figures.pop("counts").items()
-    }
+    counts = Counts()
+    for name, value in figures.pop("counts").items():
+        setattr(counts, name, Skipped(**value) if isinstance(value, dict) else value)
     errors = [BadRow(**row) for row in figures.pop("errors")]
     return Part(
         arrays=path.with_suffix(".arrays"),
-        counts=Counts(**counts),
+        counts=counts,
         marks=np.load(file),
         characters=np.load(file),
         errors=errors,
@@ -205,7 +204,7 @@ def read_encoded(arrays: Path) -> Iterator[Encoded]:
     """Yields the documents of a part, some at a time."""
     with arrays.open("rb") as file:
         while file.peek(1):
-            yield Encoded(*(np.load(file) for _ in Encoded._fields))
+            yield Encoded._make([np.load(file) for _ in Encoded._fields])
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,8 @@ class PartMaker:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """What decides on a part, besides its unit."""
-        path, tokenizer = self.tokenizer.path, self.tokenizer
+        tokenizer = self.tokenizer
+        path = tokenizer.path
         return {
             "version": [PART_VERSION, *map(version, ("tokenizers", "sentencepiece"))],
             "rows": pickle.dumps(self.rows).hex(),
@@ -254,11 +254,11 @@ class PartMaker:
             made.counts.remade.add(BadRow(str(path), "damaged part of a preparation"))
         new = path.with_suffix(f".{uuid.uuid4().hex}.new")
         try:
-            with naming_failed(made.arrays), new.open("wb") as file:
+            with naming_failed(made.arrays), new.open("wb") as arrays:
                 for some in _batches(self.rows.read(unit.files)):
                     documents = self._documents(some, made)
                     if documents:
-                        made.tokens += _save(file, documents)
+                        made.tokens += _save(arrays, documents)
             begun = [f.path for f in unit.files if not (f.span and f.span.begin)]
             made.sources = [{"path": str(f)} | describe_file(f) for f in begun]
             unit.check_unchanged()
@@ -274,16 +274,18 @@ class PartMaker:
     def _documents(self, some: Sequence[Any], made: Part) -> list[tuple]:
         """Encodes rows; returns split code, mark and document of each document."""
         good = [*filter(_is_good, some)]
-        found, documents = iter(self.rows.encode(good, made.counts)), []
+        encoded = iter(self.rows.encode(good, made.counts))
+        documents = []
         for row in some:
             if not _is_good(row):
                 made.skip(row, stops=self.stops)
                 continue
-            own, of_row = mark(row.text), next(found)
+            own = mark(row.text)
             made.counts.good += 1
             if row.split is None:
                 made.marks.append(own)
                 made.characters.append(len(row.text))
+            of_row = next(encoded)
             if isinstance(of_row, BadRow):
                 made.skip(of_row, stops=self.stops)
                 continue
@@ -299,34 +301,41 @@ def _is_good(row: Any) -> bool:
 
 def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
     """Yields rows in lists that are little enough to be held with their tokens."""
-    some, characters = [], 0
+    some = []
+    characters = 0
     for row in rows:
         some.append(row)
         characters += len(row.text) if _is_good(row) else 0
         if characters >= CHARACTERS_AT_A_TIME or len(some) == ROWS_AT_A_TIME:
             yield some
-            some, characters = [], 0
+            some = []
+            characters = 0
     yield some
 
 
 def _save(file: BinaryIO, documents: Sequence[tuple[int, int, Document]]) -> int:
     """Writes what `read_encoded` reads; returns the number of tokens."""
-    codes, marks, found = zip(*documents, strict=True)
-    tokens = np.concatenate([document.tokens for document in found])
-    weighted = [document for document in found if document.weights is not None]
-    weights = np.concatenate([document.weights for document in weighted] or [()])
-    one = np.zeros((1, 2), np.int64)
-    parts = [one if d.segments is None else d.segments for d in weighted]
-    trees = [(len(part), d.intervals) for part, d in zip(parts, weighted, strict=True)]
+    codes, marks, texts = zip(*documents, strict=True)
+    tokens = np.concatenate([text.tokens for text in texts])
+    whole = np.zeros((1, 2), np.int64)  # of a document that is no tree
+    # Each begins with an empty array: documents may be without weights.
+    weights = [np.zeros(0, np.float32)]
+    segments = [whole[:0]]
+    trees = []
+    for text in texts:
+        if text.weights is not None:
+            weights.append(text.weights)
+            segments.append(whole if text.segments is None else text.segments)
+            trees.append((len(segments[-1]), text.intervals))
     is_narrow = 0 <= tokens.min(initial=0) <= tokens.max(initial=0) < 1 << 16
     encoded = Encoded(
-        np.array(codes, np.int8),
-        np.array(marks, np.uint64),
-        np.array([document.tokens.size for document in found]),
-        tokens.astype(np.uint16) if is_narrow else tokens,
-        as_mask(weights.astype(np.float32)),
-        np.array(trees),
-        np.concatenate([*parts, one[:0]]),
+        codes=np.array(codes, np.int8),
+        marks=np.array(marks, np.uint64),
+        lengths=np.array([text.tokens.size for text in texts]),
+        tokens=tokens.astype(np.uint16) if is_narrow else tokens,
+        weights=as_mask(np.concatenate(weights).astype(np.float32)),
+        trees=np.array(trees),
+        segments=np.concatenate(segments),
     )
     # Of a file of its own, NumPy does not say why it cannot be written.
     content = io.BytesIO()

@@ -40,6 +40,11 @@ class Document(NamedTuple):
     segments: np.ndarray | None = None
     intervals: int = 1
 
+    @property
+    def loss_weights(self) -> np.ndarray:
+        """Weights of its tokens' losses, 1 for each where it says none."""
+        return np.ones(self.tokens.size, bool) if self.weights is None else self.weights
+
 
 @dataclass
 class _Node:
@@ -63,10 +68,13 @@ class _Node:
 
     def dissolved(self) -> list["_Node"]:
         """Returns the branches with the node's tokens in each."""
-        going_on = {number for branch in self.branches for number in branch.texts}
-        self.branches[0].texts += [n for n in self.texts if n not in going_on]
+        going_on: set[int] = set()
         for branch in self.branches:
-            branch.begin, branch.parent = self.begin, self.parent
+            branch.begin = self.begin
+            branch.parent = self.parent
+            going_on.update(branch.texts)
+        # Texts that end in the node are of its first branch from here on.
+        self.branches[0].texts += [n for n in self.texts if n not in going_on]
         return self.branches
 
     @property
@@ -78,7 +86,7 @@ class _Node:
 def join(texts: Sequence[Document]) -> list[Document]:
     """Writes texts as trees; a token's weight is the sum over the texts with it.
 
-    texts: without segments, with weights.
+    texts: without segments.
     """
     if len(texts) == 1:
         return [*texts]
@@ -89,21 +97,24 @@ def _document(texts: Sequence[Document], root: _Node) -> Document:
     """Writes the nodes of a tree."""
     ordered = [*_in_order(root)]
     numbers = {id(node): number for number, node in enumerate(ordered)}
-    parts, segments, size = [], [], 0
+    tokens = []
+    weights = []
+    segments = []
+    size = 0
     for number, node in enumerate(ordered):
         back = number - numbers[id(node.parent)] if node.parent else 0
-        weights = _summed(texts, node.texts, node.begin, node.end)
+        own = _summed(texts, node.texts, node.begin, node.end)
         # The trunk's last token predicts the first of the branch behind it.
         before = _summed(texts, node.among, node.begin, node.begin + 1)
-        weights[:1] = before * (back == 1)
-        parts.append((texts[node.texts[0]].tokens[node.begin : node.end], weights))
+        own[:1] = before * (back == 1)
+        tokens.append(texts[node.texts[0]].tokens[node.begin : node.end])
+        weights.append(own)
         segments.append((size, back))
         size += node.end - node.begin
-    tokens, weights = map(np.concatenate, zip(*parts, strict=True))
-    found = Document(tokens, as_mask(weights))
+    document = Document(np.concatenate(tokens), as_mask(np.concatenate(weights)))
     if root.intervals == 1:  # a chain
-        return found
-    return found._replace(segments=np.array(segments), intervals=root.intervals)
+        return document
+    return document._replace(segments=np.array(segments), intervals=root.intervals)
 
 
 def as_mask(weights: np.ndarray) -> np.ndarray:
@@ -120,10 +131,10 @@ def are_parts(segments: np.ndarray, offsets: np.ndarray) -> bool:
     begins, back = segments.T
     if not begins.size or (np.diff(begins, append=offsets[-1]) <= 0).any():
         return False
-    place = np.searchsorted(begins, offsets[:-1])
-    first = place[np.searchsorted(offsets, begins, side="right") - 1]
-    is_inside = (back >= 0) & (back <= np.arange(back.size) - first)
-    return np.array_equal(begins[place], offsets[:-1]) and bool(is_inside.all())
+    first = np.searchsorted(begins, offsets[:-1])  # segment of each document
+    own_first = first[np.searchsorted(offsets, begins, side="right") - 1]
+    is_inside = (back >= 0) & (back <= np.arange(back.size) - own_first)
+    return np.array_equal(begins[first], offsets[:-1]) and bool(is_inside.all())
 
 
 def join_within(texts: Sequence[Document], size: int) -> list[Document]:
@@ -165,16 +176,31 @@ def _split(texts: Sequence[np.ndarray]) -> list[_Node]:
         todo += [(group, among, end, parent) for group in reversed(groups.values())]
     roots: list[_Node] = []
     for node in reversed(nodes):
-        while short := [b for b in node.branches if b.is_short and b is not node.trunk]:
-            node.branches.remove(short[0])
-            node.branches += short[0].dissolved()
+        _dissolve_short(node.branches, node)
         needs = sorted(branch.intervals for branch in node.branches)
-        node.intervals = max([1, *needs[-1:], *(need + 1 for need in needs[:-1])])
-        (roots if node.parent is None else node.parent.branches).insert(0, node)
-    while short := [root for root in roots if root.is_short]:
-        roots.remove(short[0])
-        roots += short[0].dissolved()
+        # The trunk lies right behind the node, in one interval with it; other branches
+        # need one more.
+        node.intervals = max([1, *needs[-1:]])
+        if len(needs) > 1:
+            node.intervals = max(node.intervals, needs[-2] + 1)
+        siblings = roots if node.parent is None else node.parent.branches
+        siblings.insert(0, node)
+    _dissolve_short(roots, None)
     return roots
+
+
+def _dissolve_short(branches: list[_Node], node: _Node | None) -> None:
+    """Replaces short branches of a node, but its trunk, by their own branches.
+
+    node: None for roots, of which none is a trunk.
+    """
+    while True:
+        trunk = node.trunk if node else None
+        short = [b for b in branches if b.is_short and b is not trunk]
+        if not short:
+            return
+        branches.remove(short[0])
+        branches += short[0].dissolved()
 
 
 def _shared(texts: Sequence[np.ndarray], begin: int) -> int:
@@ -206,6 +232,6 @@ def _summed(
     """Sums the texts' weights of tokens [begin, end), float32; some end before."""
     total = np.zeros(end - begin, np.float32)
     for number in some:
-        found = texts[number].weights[begin:end]
-        total[: found.size] += found
+        part = texts[number].loss_weights[begin:end]
+        total[: part.size] += part
     return total

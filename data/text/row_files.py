@@ -11,9 +11,9 @@ import csv
 import io
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from data.json_text import MOST_OF_ONE, check_size, is_unicode, parse_json, short
 from data.remote import is_bucket, open_binary
@@ -36,8 +36,8 @@ BEGINNINGS = {
 TABLE_IS_COMPRESSED = "tables are compressed inside and read from their ends: unpack it"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
-# Letters of a library's error that are said.
-MOST_SAID = 300
+# Letters of a library's error that are shown.
+MOST_SHOWN = 300
 # Of a column, read at a time.
 BUFFER_BYTES = 1 << 20
 
@@ -98,15 +98,16 @@ def check_beginning(path: Path) -> None:
     codec = path.suffix.lower()
     if codec in CODECS and ending(path) == ".parquet":
         raise ValueError(f"{path}: {TABLE_IS_COMPRESSED}")
-    for beginning, (wanted, *others) in BEGINNINGS.items():
+    for beginning, endings in BEGINNINGS.items():
+        wanted, *_ = endings
         own = codec if wanted in CODECS else ending(path)
-        if head.startswith(beginning) and own not in (wanted, *others):
+        if head.startswith(beginning) and own not in endings:
             raise ValueError(
                 f"{path} begins as a {wanted} file: give it the ending {wanted}"
             )
 
 
-def open_bytes(path: Path) -> BinaryIO:
+def open_bytes(path: Path) -> io.BufferedReader:
     """Opens a file, decompressed where its ending names a codec.
 
     Raises:
@@ -166,7 +167,7 @@ def naming(path: Path) -> Iterator[None]:
         if isinstance(error, ValueError) and str(error).startswith(str(path)):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        reason = "".join(c if c.isprintable() else "?" for c in reason[:MOST_SAID])
+        reason = "".join(c if c.isprintable() else "?" for c in reason[:MOST_SHOWN])
         raise ValueError(
             f"{path} cannot be read as a {ending(path)} file ({reason}): mend it or "
             "copy it again"
@@ -189,11 +190,14 @@ def _lines[T: (str, bytes)](
     path: Path, file: IO[T], span: Span | None = None
 ) -> Iterator[tuple[str, T]]:
     """Yields where each line is, and the line; refuses one beyond `MOST_OF_ONE`."""
-    left, before = math.inf, 0
+    left = math.inf
+    before = 0
     if span:
-        left, before = span.end - file.seek(span.begin), span.rows
+        left = span.end - file.seek(span.begin)
+        before = span.rows
     for number in count(before + 1):
-        where, line = f"{path}:{number}", file.readline(MOST_OF_ONE + 1)
+        where = f"{path}:{number}"
+        line = file.readline(MOST_OF_ONE + 1)
         check_size(len(line), where)
         if not line or left <= 0:
             return
@@ -213,20 +217,21 @@ def _json(
 
 def _all(path: Path) -> bytearray:
     """Reads a file whole, but refuses one beyond `MOST_OF_ONE`."""
-    found = bytearray()
+    content = bytearray()
     with open_bytes(path) as file:
         while part := file.read(BUFFER_BYTES):
-            found += part
-            check_size(len(found), str(path))
-    return found
+            content += part
+            check_size(len(content), str(path))
+    return content
 
 
 def _first_letter(path: Path) -> bytes:
     """Returns the first byte that is neither a space nor a mark of the byte order."""
     with open_bytes(path) as file:
         while part := file.read(1 << 12):
-            if found := part.removeprefix(b"\xef\xbb\xbf").lstrip():
-                return found[:1]
+            letters = part.removeprefix(b"\xef\xbb\xbf").lstrip()
+            if letters:
+                return letters[:1]
     return b""
 
 
@@ -244,7 +249,8 @@ def _separated(
         _existing(path, header, columns)
         begin = rows.line_num + 1
         for row in rows:
-            where, begin = f"{path}:{begin}", rows.line_num + 1
+            where = f"{path}:{begin}"
+            begin = rows.line_num + 1
             if len(row) == len(header):
                 yield where, dict(zip(header, row, strict=True))
             elif row:
@@ -257,8 +263,8 @@ def _table(
 ) -> Iterator[tuple[str, Any]]:
     batches = _parquet if ending(path) == ".parquet" else _arrow
     groups = range(span.begin, span.end) if span else None
-    found = batches(path, columns, groups)
-    rows = (row for batch in found for row in batch.to_pylist())
+    read = batches(path, columns, groups)
+    rows = chain.from_iterable(batch.to_pylist() for batch in read)
     for number, row in enumerate(rows, span.rows if span else 0):
         yield f"{path}[{number}]", row
 
@@ -302,13 +308,13 @@ def _arrow(path: Path, columns: Collection[str], groups: range | None) -> Iterat
 
 def _existing(path: Path, names: list[str], columns: Collection[str]) -> list[str]:
     """Returns the columns that there are; refuses a table that has none of them."""
-    found = [name for name in names if name in columns]
-    if not found:
+    existing = [name for name in names if name in columns]
+    if not existing:
         raise ValueError(
             f"{path} has no column {' or '.join(columns)}, but {short(names)}: choose "
             "another column (--text-field of texts) or file"
         )
-    return found
+    return existing
 
 
 FORMATS: Mapping[str, Callable[..., Iterator[tuple[str, Any]]]] = {
@@ -351,24 +357,25 @@ def _has_rows(file: InputFile, text_field: str) -> bool:
         where, row = next(read_rows(file.path, [text_field]), ("", None))
     except ValueError:
         return False
-    found = _document(where, row, text_field, file.split)
-    return not (isinstance(found, BadRow) and found.is_error)
+    document = _document(where, row, text_field, file.split)
+    return not (isinstance(document, BadRow) and document.is_error)
 
 
 def _whole(file: InputFile, text_field: str) -> dict[str, str] | BadRow:
     """Returns a row of the whole text of a file."""
-    with naming(where := file.path):
-        found = _all(file.path)
+    with naming(file.path):
+        content = _all(file.path)
     with contextlib.suppress(UnicodeDecodeError):
+        text = content.decode("utf-8")
         # No text has the zero byte, and many binary files that decode by chance do.
-        if "\0" not in (text := found.decode("utf-8")):
+        if "\0" not in text:
             return {text_field: text}
     if file.is_named:
         raise ValueError(
-            f"{where} is not UTF-8 text, nor of a known format: inputs are texts, or "
-            f"{', '.join(FORMATS)} (and .gz, .zst): convert it"
+            f"{file.path} is not UTF-8 text, nor of a known format: inputs are texts, "
+            f"or {', '.join(FORMATS)} (and .gz, .zst): convert it"
         )
-    return BadRow(str(where), "files that are not UTF-8 text", is_error=False)
+    return BadRow(str(file.path), "files that are not UTF-8 text", is_error=False)
 
 
 def _document(

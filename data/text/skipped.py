@@ -56,10 +56,9 @@ class Skipped:
         self.first.setdefault(row.reason, row.where)
 
     def __add__(self, behind: "Skipped") -> "Skipped":
-        counts = {
-            reason: self.counts.get(reason, 0) + behind.counts.get(reason, 0)
-            for reason in self.counts | behind.counts
-        }
+        counts = dict(self.counts)
+        for reason, count in behind.counts.items():
+            counts[reason] = counts.get(reason, 0) + count
         return Skipped(counts, behind.first | self.first)
 
     def total(self) -> int:
@@ -67,14 +66,14 @@ class Skipped:
 
     def lines(self, what: str) -> list[str]:
         """Returns a line for each reason: `what`, how many, why, and the first."""
-        found = sorted(self.counts.items(), key=lambda item: -item[1])
-        lines = [
-            f"{what}: {count:,}, {reason}; first {self.first[reason]}"
-            for reason, count in found[:MOST_REASONS]
-        ]
-        rest = found[MOST_REASONS:]
+        reasons = sorted(self.counts, key=lambda reason: -self.counts[reason])
+        lines = []
+        for reason in reasons[:MOST_REASONS]:
+            count = self.counts[reason]
+            lines.append(f"{what}: {count:,}, {reason}; first {self.first[reason]}")
+        rest = reasons[MOST_REASONS:]
         if rest:
-            count = sum(count for _, count in rest)
+            count = sum(self.counts[reason] for reason in rest)
             lines.append(f"{what}: {count:,}, for {len(rest):,} other reasons")
         return lines
 
@@ -99,19 +98,19 @@ def names_special_tokens(text: str) -> bool:
     return has_part and _SPECIAL.search(text) is not None
 
 
-def check_markup(found: Skipped, documents: int) -> None:
+def check_markup(markup: Skipped, documents: int) -> None:
     """Refuses documents that are mostly markup.
 
-    found: documents with markup, by its kind. documents: how many there are in all.
+    markup: documents with some, by its kind. documents: how many there are in all.
 
     Raises:
       ValueError: more than `MOST_MARKUP` of them have one kind.
     """
-    for kind, count in found.counts.items():
+    for kind, count in markup.counts.items():
         if count > MOST_MARKUP * documents:
             raise ValueError(
                 f"{count} of {documents} documents have markup ({kind}), as "
-                f"{found.first[kind]}, which would be learned as text: prepare "
+                f"{markup.first[kind]}, which would be learned as text: prepare "
                 "conversations as rows of their turns (tools.prepare_chat), take the "
                 "markup out of texts, or keep it (--keep-markup)"
             )

@@ -26,6 +26,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -34,7 +35,7 @@ import numpy as np
 from data.files import describe_file
 from data.json_text import short
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
-from data.remote import place
+from data.remote import as_path
 from data.text.document_starts import DocumentStarts
 from data.text.prefix_tree import are_parts
 from data.text.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ class TokenFile:
           FileNotFoundError: the directory or one of its files is missing.
           ValueError: a file is empty, cut short, of another format or damaged.
         """
-        directory = place(directory)
+        directory = as_path(directory)
         meta = FORMAT.read_index(directory)
         with FORMAT.parsing(directory, f"a split {split!r}"):
             counts = SplitCounts(**meta["splits"][split])
@@ -110,8 +111,7 @@ class TokenFile:
             )
 
         def stored(kind: str, dtype: str, *shape: int) -> StoredArray:
-            path = _path(directory, split, kind)
-            return FORMAT.open_array(path, dtype, shape)
+            return FORMAT.open_array(_path(directory, split, kind), dtype, shape)
 
         tokens = stored("tokens", dtype, counts.tokens)
         # Stored unsigned; read as signed, which is the same below 2^63.
@@ -143,42 +143,42 @@ class TokenFile:
         """Where in the stream each document starts, int64 (documents,), read."""
         return self.documents.between(-1, self.tokens.size)
 
-    def ids(self, places: np.ndarray) -> np.ndarray:
-        """Reads the tokens at these places of the stream, int32 of their shape.
+    def ids(self, offsets: np.ndarray) -> np.ndarray:
+        """Reads the tokens at these offsets of the stream, int32 of their shape.
 
         Raises:
           ValueError: one is larger than meta.json says.
           OSError: they cannot be read.
         """
-        ids = self._take("token", self.tokens, places, self.largest_token)
+        ids = self._take("token", self.tokens, offsets, self.largest_token)
         return ids.astype(np.int32)
 
-    def weights(self, places: np.ndarray) -> np.ndarray:
-        """Reads the losses' weights at these places of the stream, float32 likewise.
+    def weights(self, offsets: np.ndarray) -> np.ndarray:
+        """Reads the losses' weights at these offsets of the stream, float32 likewise.
 
         Raises:
           ValueError, OSError: as `ids`.
         """
         if self.loss_mask is None:
-            return np.ones(places.shape, np.float32)
+            return np.ones(offsets.shape, np.float32)
         most = 1 if self.loss_mask.dtype == np.uint8 else np.finfo(np.float32).max
-        return self._take("weight", self.loss_mask, places, most).astype(np.float32)
+        return self._take("weight", self.loss_mask, offsets, most).astype(np.float32)
 
     def _take(
-        self, what: str, array: StoredArray, places: np.ndarray, largest: float
+        self, what: str, array: StoredArray, offsets: np.ndarray, most: int | np.number
     ) -> np.ndarray:
         """Reads numbers, and refuses larger ones: they would be trained on as text."""
-        found = array.take(places)
-        is_known = (found >= 0) & (found <= largest)
+        numbers = array.take(offsets)
+        is_known = (numbers >= 0) & (numbers <= most)
         if not is_known.all():
             worst = int(np.argmin(is_known))
             raise ValueError(
-                f"{array.path} has {what} {found.flat[worst]} at place "
-                f"{places.flat[worst]}, and {largest} is the largest (vocab_size="
+                f"{array.path} has {what} {numbers.flat[worst]} at place "
+                f"{offsets.flat[worst]}, and {most} is the largest (vocab_size="
                 f"{self.vocab_size}): it was damaged or replaced; copy it again or "
                 f"{FORMAT.remedy}"
             )
-        return found
+        return numbers
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ValueError if a model with `vocab_size` ids cannot read the corpus."""
@@ -207,8 +207,8 @@ def intervals(directory: Path) -> int:
 
 
 def _read_number(directory: Path, name: str, default: int | None) -> int:
-    meta = FORMAT.read_index(place(directory))
-    with FORMAT.parsing(place(directory), name):
+    meta = FORMAT.read_index(as_path(directory))
+    with FORMAT.parsing(as_path(directory), name):
         return whole_number(name, meta.get(name, default), 1)
 
 
@@ -238,20 +238,18 @@ class Sources:
     first: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        more = f"; all in {SOURCES}" * (self.files > len(self.first))
+        rest = f"; all in {SOURCES}" if self.files > len(self.first) else ""
         size = f"{self.bytes / 1e6:,.1f} MB"
-        return f"files: {self.files:,}, {size}: {', '.join(self.first)}{more}"
+        return f"files: {self.files:,}, {size}: {', '.join(self.first)}{rest}"
 
 
 class TokenFileWriter(PackedWriter):
     """Streams documents to a new corpus (see `PackedWriter`).
 
-    dtype: of the tokens on disk.
-    has_loss_mask: whether documents come with a loss mask.
+    dtype: of the tokens on disk. has_loss_mask: whether documents come with weights.
     has_weights: whether some of these are weights other than 0 and 1, to be set.
     supervised: tokens with a loss, by split; empty where all have.
-    intervals: of keys that a token sees, at most.
-    chat_template: that chats are written in, to be set.
+    intervals: of keys that a token sees, at most. chat_template: of chats, to be set.
 
     Raises:
       FileExistsError: `directory` exists and is not empty; nothing in it is touched.
@@ -264,8 +262,10 @@ class TokenFileWriter(PackedWriter):
         self, directory: Path, tokenizer: Tokenizer, *, has_loss_mask: bool = False
     ):
         super().__init__(directory)
-        self._has_loss_mask, self.has_weights = has_loss_mask, False
-        self.segments, self.intervals = dict.fromkeys(SPLITS, 0), 1
+        self._has_loss_mask = has_loss_mask
+        self.has_weights = False
+        self.segments = dict.fromkeys(SPLITS, 0)
+        self.intervals = 1
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
         self.supervised: Counter[str] = Counter()
         self.tokenizer = tokenizer
@@ -275,27 +275,28 @@ class TokenFileWriter(PackedWriter):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        kinds = "tokens", "documents", *(("loss", "segments") * self._has_loss_mask)
-        self._streams: dict[tuple[str, str], BinaryIO] = {
-            (kind, split): self._open(_path(Path(), split, kind).name)
-            for kind in kinds
-            for split in SPLITS
-        }
+        contents = ["tokens", "documents"]
+        if self._has_loss_mask:
+            contents += ["loss", "segments"]
+        self._streams: dict[tuple[str, str], BinaryIO] = {}
+        for content, split in product(contents, SPLITS):
+            name = _path(Path(), split, content).name
+            self._streams[content, split] = self._open(name)
         return self
 
     def add_sources(self, sources: Iterable[dict[str, Any]]) -> None:
         """Records the files that the documents are from: path, bytes and sha256."""
-        self.sources = found = Sources()
+        self.sources = written = Sources()
         path = self._partial / SOURCES
-        with path.open("w") as written:
+        with path.open("w") as file:
             for facts in sources:
-                written.write(json.dumps(facts) + "\n")
-                found.files += 1
-                found.bytes += facts["bytes"]
-                if found.files <= MOST_NAMED:
+                file.write(json.dumps(facts) + "\n")
+                written.files += 1
+                written.bytes += facts["bytes"]
+                if written.files <= MOST_NAMED:
                     sha256 = facts["sha256"][:12]
-                    found.first.append(f"{facts['path']} (sha256 {sha256})")
-        found.sha256 = describe_file(path)["sha256"]
+                    written.first.append(f"{facts['path']} (sha256 {sha256})")
+        written.sha256 = describe_file(path)["sha256"]
 
     def write(
         self,
@@ -314,68 +315,78 @@ class TokenFileWriter(PackedWriter):
           ValueError: the tokens are empty, or ids that the vocabulary has not; weights
             are missing, not asked for, or of another shape; or arrays of another type.
         """
-        tokens, ids = np.asarray(tokens), (0, 0)
-        is_whole = np.issubdtype(tokens.dtype, np.integer) and tokens.ndim == 1
-        if is_whole and tokens.size:
-            ids = int(tokens.min()), int(tokens.max())
-        found = None if weights is None else (weights.shape, weights.dtype)
-        wanted: list[Any] = [None]
-        if self._has_loss_mask:
-            kinds = [bool, np.float32][: 1 + self.has_weights]
-            wanted = [(tokens.shape, np.dtype(kind)) for kind in kinds]
-        size = self.tokenizer.vocab_size
-        is_known = is_whole and tokens.size and 0 <= ids[0] <= ids[1] < size
-        if not is_known or found not in wanted:
-            raise ValueError(
-                f"document {self.counts[split].documents} of {split} must be (n,) "
-                f"whole numbers, n > 0, below {size}, with a loss mask {wanted[-1]}; "
-                f"got {tokens.dtype} of {tokens.shape}, {ids[0]} to {ids[1]}, and "
-                f"{found}"
-            )
+        tokens = np.asarray(tokens)
+        largest = self._check(split, tokens, weights)
         counts = self.counts[split]
         lengths = np.array([tokens.size] if lengths is None else lengths)
         starts = counts.tokens + np.cumsum(lengths) - lengths
         self._streams["documents", split].write(starts.astype("<u8").tobytes())
         self._streams["tokens", split].write(tokens.astype(self.dtype).tobytes())
         if weights is not None:
-            kind = np.dtype("<f4" if self.has_weights else np.uint8)
-            self._streams["loss", split].write(weights.astype(kind).tobytes())
+            dtype = np.dtype("<f4" if self.has_weights else np.uint8)
+            self._streams["loss", split].write(weights.astype(dtype).tobytes())
             self.supervised[split] += int(np.count_nonzero(weights))
             if segments is None:
                 segments = np.stack([starts - counts.tokens, 0 * starts], axis=1)
-            found = (segments + (counts.tokens, 0)).astype("<u8")
-            self._streams["segments", split].write(found.tobytes())
+            in_stream = (segments + (counts.tokens, 0)).astype("<u8")
+            self._streams["segments", split].write(in_stream.tobytes())
             self.segments[split] += len(segments)
             self.intervals = max(self.intervals, intervals)
         counts.tokens += tokens.size
         counts.documents += lengths.size
-        counts.largest_token = max(counts.largest_token, ids[1])
+        counts.largest_token = max(counts.largest_token, largest)
+
+    def _check(self, split: str, tokens: np.ndarray, weights: np.ndarray | None) -> int:
+        """Checks the arrays of `write`; returns the largest id."""
+        is_whole = np.issubdtype(tokens.dtype, np.integer) and tokens.ndim == 1
+        ids = tokens if is_whole and tokens.size else np.zeros(1, np.int64)
+        least = int(ids.min())
+        largest = int(ids.max())
+        given = None if weights is None else (weights.shape, weights.dtype)
+        wanted: list[Any] = [None]
+        if self._has_loss_mask:
+            dtypes = [bool, np.float32] if self.has_weights else [bool]
+            wanted = [(tokens.shape, np.dtype(dtype)) for dtype in dtypes]
+        size = self.tokenizer.vocab_size
+        is_known = is_whole and tokens.size and 0 <= least <= largest < size
+        if not is_known or given not in wanted:
+            raise ValueError(
+                f"document {self.counts[split].documents} of {split} must be (n,) "
+                f"whole numbers, n > 0, below {size}, with a loss mask {wanted[-1]}; "
+                f"got {tokens.dtype} of {tokens.shape}, {least} to {largest}, and "
+                f"{given}"
+            )
+        return largest
 
     def _finish(self) -> dict[str, Any]:
         if self.counts["train"].documents == 0:
             raise ValueError(f"no documents were written to {self.directory}")
         copy = write_tokenizer(self._partial, self.tokenizer, self.chat_template)
-        more: dict[str, Any] = {"has_weights": True} if self.has_weights else {}
-        if self.intervals > 1:
-            more |= {"intervals": self.intervals, "segments": self.segments}
-        elif self._has_loss_mask:
-            for split in SPLITS:
-                _path(self._partial, split, "segments").unlink()
-        more |= {"sources": asdict(self.sources)} if self.sources else {}
-        return {
+        index: dict[str, Any] = {
             "tokenizer": {"name": self.tokenizer.name, "file": copy},
             "vocab_size": self.tokenizer.vocab_size,
             "end_of_document": self.tokenizer.end_of_document,
             "dtype": self.dtype.name,
             "has_loss_mask": self._has_loss_mask,
             "splits": {split: asdict(self.counts[split]) for split in SPLITS},
-            **more,
         }
+        if self.has_weights:
+            index["has_weights"] = True
+        if self.intervals > 1:
+            index["intervals"] = self.intervals
+            index["segments"] = self.segments
+        elif self._has_loss_mask:
+            for split in SPLITS:
+                _path(self._partial, split, "segments").unlink()
+        if self.sources:
+            index["sources"] = asdict(self.sources)
+        return index
 
 
 def _tokenizer(directory: Path, facts: dict[str, Any]) -> str:
     """Returns what `open_tokenizer` opens as the corpus' tokenizer."""
-    name, file = facts["name"], facts["file"]
+    name = facts["name"]
+    file = facts["file"]
     if not isinstance(name, str) or file is not None and Path(file).name != file:
         raise ValueError(
             f"tokenizer={short(facts)} must have a name, and a file beside"

@@ -9,13 +9,12 @@ the model that lie beside it say which tokens begin and end a text
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.remote import place, reach
+from data.remote import as_path, reach
 from data.text.tokenizer_files import TOKENIZER_CONFIG, read_names, read_stop_tokens
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ UTF8_BYTES = sorted({*EVERY_BYTE.encode()})
 class Tokenizer:
     """A tokenizer of any kind.
 
-    name: its kind, one word.
-    path: the file it was read from, None for bytes.
+    name: its kind, one word. path: the file it was read from, None for bytes.
     vocab_size: all ids are below it.
     begin_of_document: ids before the first token of every document and prompt, or ().
     stop_tokens: ids that end a generated text, the one that ends a document first.
@@ -195,8 +193,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.strips = {t.content: (t.lstrip, t.rstrip) for t in added.values()}
         # What the file's post-processor puts before a text.
         encoding = self._tokenizer.encode(UNKNOWN)
-        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        begin = [token for token, _ in takewhile(lambda pair: pair[1], marked)]
+        count = [*encoding.special_tokens_mask, 0].index(0)
+        begin = encoding.ids[:count]
         self.begin_of_document, self.names = read_names(self, begin)
 
     def encode_all(
@@ -204,7 +202,7 @@ class HuggingFaceTokenizer(Tokenizer):
     ) -> list[np.ndarray]:
         tokenizer = self._behind if is_behind else self._tokenizer
         try:
-            found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = tokenizer.encode_batch_fast([*texts], add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # a panic of Rust is not an Exception
@@ -214,7 +212,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 "lacks to its vocabulary, simplify its patterns, or take another "
                 "tokenizer"
             ) from error
-        return [np.array(encoding.ids, np.int32) for encoding in found]
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def use_one_thread(self) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library has no other way
@@ -292,19 +290,19 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self.stop_tokens = tuple(dict.fromkeys((end, *read_stop_tokens(self))))
         control = filter(self._model.is_control, range(self.vocab_size))
-        self.special = {self.token_name(token): token for token in control}
+        self.special = {self._model.id_to_piece(token): token for token in control}
         begin = [self._model.bos_id()] if self._model.bos_id() >= 0 else []
         self.begin_of_document, self.names = read_names(self, begin)
-        one, two = self.encode("a"), self.encode("a a")
-        self._adds_space = np.array_equal(two, np.concatenate([one, one]))
+        word = self.encode("a")
+        self._adds_space = np.array_equal(self.encode("a a"), np.r_[word, word])
 
     def encode_all(
         self, texts: Sequence[str], *, is_behind: bool = False
     ) -> list[np.ndarray]:
         if is_behind and self._adds_space:
             texts = [text.removeprefix(" ") for text in texts]
-        found = self._model.encode([*texts], out_type=int, num_threads=self._threads)
-        return [np.array(ids, np.int32) for ids in found]
+        encoded = self._model.encode([*texts], out_type=int, num_threads=self._threads)
+        return [np.array(ids, np.int32) for ids in encoded]
 
     def use_one_thread(self) -> None:
         self._threads = 1
@@ -314,8 +312,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def token_id(self, name: str) -> int | None:
         # That of the unknown token, where the name is unknown.
-        found = self._model.piece_to_id(name)
-        return found if self.token_name(found) == name else None
+        token = self._model.piece_to_id(name)
+        return token if self.token_name(token) == name else None
 
     def token_name(self, token: int) -> str | None:
         return self._model.id_to_piece(token)
@@ -340,24 +338,26 @@ def open_tokenizer(spec: str) -> Tokenizer:
     """
     if spec == ByteTokenizer.name:
         return ByteTokenizer()
-    kinds = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-    reach(path := place(spec))
+    by_ending = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+    path = as_path(spec)
+    reach(path)
     if path.is_dir():
-        inside = [path / f"tokenizer{ending}" for ending in kinds]
-        path = next((file for file in inside if file.is_file()), None)
-        if path is None:
-            names = " nor ".join(file.name for file in inside)
+        names = [f"tokenizer{ending}" for ending in by_ending]
+        inside = [path / name for name in names if (path / name).is_file()]
+        if not inside:
             raise FileNotFoundError(
-                f"directory {spec} has neither {names}: give the path of a tokenizer"
+                f"directory {spec} has neither {' nor '.join(names)}: give the path of "
+                "a tokenizer"
             )
-    if path.suffix not in kinds:
+        path = inside[0]
+    if path.suffix not in by_ending:
         raise ValueError(
             f'tokenizer "{spec}" is not known: give "bytes", the path of a Hugging '
             "Face tokenizer.json, of a SentencePiece .model, or of their directory"
         )
     if not path.is_file():
         raise FileNotFoundError(f"tokenizer file {path} does not exist")
-    return kinds[path.suffix](path)
+    return by_ending[path.suffix](path)
 
 
 _UNFINISHED = "\ufffd"

@@ -38,9 +38,9 @@ def read_stop_tokens(tokenizer: "Tokenizer") -> tuple[int, ...]:
     Raises:
       ValueError: a file is damaged, or names a token that the tokenizer lacks.
     """
-    found: dict[int, None] = {}  # an ordered set
+    tokens: dict[int, None] = {}  # an ordered set
     for file, key in FILES:
-        path = tokenizer.path.with_name(file)
+        path = _beside(tokenizer, file)
         named = _name(_read(path).get(key))
         for name in named if isinstance(named, list) else [named]:
             # Early conversions of LLaMA have "" there.
@@ -53,8 +53,8 @@ def read_stop_tokens(tokenizer: "Tokenizer") -> tuple[int, ...]:
                     f"{tokenizer.path}: name one of its tokens, or an id from 0 to "
                     f"{tokenizer.vocab_size - 1}"
                 )
-            found[token] = None
-    return tuple(found)
+            tokens[token] = None
+    return tuple(tokens)
 
 
 def read_names(
@@ -69,15 +69,19 @@ def read_names(
     Raises:
       ValueError: the file is damaged, or names a token that the tokenizer lacks.
     """
-    file = tokenizer.path.with_name(TOKENIZER_CONFIG)
+    file = _beside(tokenizer, TOKENIZER_CONFIG)
     config = _read(file)
     adds = config.get("add_bos_token")
     if adds not in (None, True, False):
         raise ValueError(f"{file} has add_bos_token {short(adds)}: say true or false")
-    said = {use: _name(config[use]) for use in config if use.endswith("_token")}
-    said = {use: name for use, name in said.items() if isinstance(name, str | None)}
+    configured = {}
+    for use, value in config.items():
+        name = _name(value)
+        if use.endswith("_token") and isinstance(name, str | None):
+            configured[use] = name
     begin = () if adds is False else tuple(own)
-    if adds and (name := said.get("bos_token")):
+    if adds and configured.get("bos_token"):
+        name = configured["bos_token"]
         token = tokenizer.token_id(name)
         if token is None:
             raise ValueError(
@@ -88,9 +92,10 @@ def read_names(
         begin = (token,)
     begins = [*map(tokenizer.token_name, begin)]
     begins += [name for name in BEGIN_NAMES if name in tokenizer.special]
-    known = {"bos_token": begins[0]} if begins else {}
-    known |= {"eos_token": tokenizer.token_name(tokenizer.end_of_document)} | said
-    return begin, {use: name for use, name in known.items() if name}
+    names = {"bos_token": begins[0]} if begins else {}
+    names["eos_token"] = tokenizer.token_name(tokenizer.end_of_document)
+    names |= configured
+    return begin, {use: name for use, name in names.items() if name}
 
 
 def read_sampling(tokenizer: Path) -> dict[str, float]:
@@ -102,11 +107,11 @@ def read_sampling(tokenizer: Path) -> dict[str, float]:
       ValueError: the file is damaged, or says something else than numbers.
     """
     path = tokenizer.with_name(GENERATION_CONFIG)
-    found = {key: value for key, value in _read(path).items() if key in SAMPLING}
-    for key, value in found.items():
+    defaults = {key: value for key, value in _read(path).items() if key in SAMPLING}
+    for key, value in defaults.items():
         if type(value) not in (int, float):
             raise ValueError(f"{path} has {key} {short(value)}: say a number")
-    return found
+    return defaults
 
 
 def read_chat_template(directory: Path) -> str | None:
@@ -123,17 +128,18 @@ def read_chat_template(directory: Path) -> str | None:
             raise ValueError(f"{path} is not text: {error}") from error
     for file in (TOKENIZER_CONFIG, "chat_template.json"):
         path = directory / file
-        found = _read(path).get("chat_template")
-        if isinstance(found, list):  # of several uses
-            uses = {one.get("name"): one for one in found if isinstance(one, dict)}
-            found = uses.get("default", {}).get("template", found)
-        if found is not None and not isinstance(found, str):
+        template = _read(path).get("chat_template")
+        if isinstance(template, list):  # of several uses
+            for use in template:
+                if isinstance(use, dict) and use.get("name") == "default":
+                    template = use.get("template", template)
+        if template is not None and not isinstance(template, str):
             raise ValueError(
                 f"{path} has no chat_template that is a text, nor one of the name "
-                f"default, but {short(found)}: name one of the formats"
+                f"default, but {short(template)}: name one of the formats"
             )
-        if found is not None:
-            return found
+        if template is not None:
+            return template
     return None
 
 
@@ -144,11 +150,12 @@ def write_tokenizer(
 
     Returns the name of the copy; None: the tokenizer has no file.
     """
-    files, copy = {}, None
+    files = {}
+    copy = None
     if tokenizer.path is not None:
         copy = f"tokenizer{tokenizer.path.suffix}"
         of_texts = {"add_bos_token": bool(tokenizer.begin_of_document)}
-        of_texts |= {"bos_token": None} | tokenizer.names
+        of_texts |= {"bos_token": None, **tokenizer.names}
         stop_tokens = {"eos_token_id": [*tokenizer.stop_tokens]}
         stop_tokens |= read_sampling(tokenizer.path)
         files = {
@@ -161,6 +168,12 @@ def write_tokenizer(
     for name, content in files.items():
         (directory / name).write_bytes(content)
     return copy
+
+
+def _beside(tokenizer: "Tokenizer", name: str) -> Path:
+    """Returns the path of a file beside a tokenizer's own, which has one."""
+    assert tokenizer.path is not None
+    return tokenizer.path.with_name(name)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class Unit:
     def check_unchanged(self) -> None:
         """Raises ValueError if a file is not as it was when the unit was made."""
         for file, before in zip(self.files, self.states, strict=True):
-            if (now := _state(file.path)) != before:
+            now = _state(file.path)
+            if now != before:
                 raise ValueError(
                     f"{file.path} changed while it was read, from {before[0]} bytes to "
                     f"{now[0]}: prepare it again"
@@ -46,15 +47,21 @@ def units_of(files: Sequence[InputFile]) -> Iterator[Unit]:
     Raises:
       OSError, ValueError: a file is damaged.
     """
-    some, states, size = [], [], 0
+    some: list[InputFile] = []
+    states: list[tuple[int, int]] = []
+    size = 0
     for file in files:
-        state = own, _ = _state(file.path)
+        state = _state(file.path)
+        own, _ = state
         if some and size + own > UNIT_BYTES:
             yield Unit(some, states, size)
-            some, states, size = [], [], 0
+            some = []
+            states = []
+            size = 0
         is_split = False
         for span in _spans(file.path) if own > UNIT_BYTES else ():
-            share, is_split = own * (span.end - span.begin) // span.size, True
+            is_split = True
+            share = own * (span.end - span.begin) // span.size
             yield Unit([file._replace(span=span)], [state], share)
         if not is_split:
             some.append(file)
@@ -65,8 +72,8 @@ def units_of(files: Sequence[InputFile]) -> Iterator[Unit]:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    facts = path.stat()
+    return facts.st_size, facts.st_mtime_ns
 
 
 def _spans(path: Path) -> Iterator[Span]:
@@ -76,16 +83,20 @@ def _spans(path: Path) -> Iterator[Span]:
             yield from _spans_of_lines(path)
             return
         rows = rows_of_groups(path)
-        before, count = [0, *accumulate(rows)], len(rows)
+        before = [0, *accumulate(rows)]
+        count = len(rows)
         groups = max(count * UNIT_BYTES // path.stat().st_size, 1)
         for begin in range(0, count, groups):
             yield Span(begin, min(begin + groups, count), count, before[begin])
 
 
 def _spans_of_lines(path: Path) -> Iterator[Span]:
-    begin, rows, size = 0, 0, path.stat().st_size
+    begin = 0
+    rows = 0
+    size = path.stat().st_size
     with open_binary(path) as file:
         while part := file.read(UNIT_BYTES):
             rest = file.readline(MOST_OF_ONE + 1)
             yield Span(begin, file.tell(), size, rows)
-            begin, rows = file.tell(), rows + part.count(b"\n") + rest.count(b"\n")
+            begin = file.tell()
+            rows += part.count(b"\n") + rest.count(b"\n")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import pickle
 import signal
@@ -64,11 +65,11 @@ def make_parts(
 
 
 def _in_order(
-    found: Iterator[Unit], start: Start, most: int
+    inputs: Iterator[Unit], start: Start, most: int
 ) -> Iterator[tuple[Unit, Path]]:
     """Yields units with their parts. most: units that are begun, or wait."""
     waiting: deque[tuple[Unit, Callable[[], Path]]] = deque()
-    for unit in found:
+    for unit in inputs:
         waiting.append((unit, start(unit)))
         if len(waiting) == most:
             unit, wait = waiting.popleft()
@@ -117,9 +118,10 @@ def _cluster(maker: PartMaker, address: str) -> Iterator[tuple[Start, int]]:
 
     try:
         # Its workers look for this program where it is here.
-        ray.init(address, log_to_driver=False, logging_level="warning")
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
         make = ray.remote(max_retries=MOST_LOST)(_make)
-        pickled, cores = pickle.dumps(maker), int(ray.cluster_resources()["CPU"])
+        pickled = pickle.dumps(maker)
+        cores = int(ray.cluster_resources()["CPU"])
         yield lambda unit: functools.partial(wait, make.remote(pickled, unit)), cores
     except (ConnectionError, ray.exceptions.RayError) as error:
         raise OSError(

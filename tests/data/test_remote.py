@@ -5,7 +5,7 @@ import pytest
 
 from data import remote
 from data.batch import Block
-from data.remote import place
+from data.remote import as_path
 from data.rows import InOrder, PackedRows, TextBatches
 from data.text import token_file
 from data.text.corpus import prepare
@@ -58,7 +58,7 @@ def test_inputs_and_corpora_are_the_same_in_a_bucket(tmp_path, monkeypatch, stor
     (tmp_path / "in").mkdir()
     make_inputs(tmp_path / "in")
     make_hugging_face(tmp_path / "tokenizer.json")
-    bucket = place("s3://bucket/some")
+    bucket = as_path("s3://bucket/some")
     remote.upload(tmp_path / "in", bucket / "in")
     remote.upload(tmp_path / "here", bucket)  # nothing
     bucket.fs.put_file(
@@ -127,11 +127,11 @@ def test_an_object_that_is_replaced_is_not_read_as_the_other(store, long_rows):
     """Neither between its ranges, nor after its digest was compared."""
     import s3fs
 
-    path = place(long_rows[0]) / "train.tokens.bin"
+    path = as_path(long_rows[0]) / "train.tokens.bin"
     assert path in [*path.parent.iterdir()]  # which the client keeps
     corpus = TokenFile.open(long_rows[0], "train")
     first = corpus.tokens[:5]
-    token_file.identify(place(long_rows[0]))
+    token_file.identify(as_path(long_rows[0]))
     other = s3fs.S3FileSystem(skip_instance_cache=True)
     other.pipe_file(path.path, other.cat_file(path.path)[::-1])
     np.testing.assert_array_equal(corpus.tokens[:5], first)  # of what is kept

@@ -13,7 +13,7 @@ from typing import Any
 import ml_collections
 
 from configs import fine_tune
-from data.remote import place
+from data.remote import as_path
 from data.rows import ROW_PLANS
 from data.text.input_files import EVERY_FILE
 from data.text.row_files import FORMATS
@@ -41,8 +41,8 @@ def input_parser(description: str | None, what: str) -> Parser:
     cores = "processes (default: as many as there are cores, of 64 MiB or more each)"
     nodes = "Ray cluster to take in place of this machine's cores: auto, or HOST:PORT"
     marks = f"learn markup as text though most of the {what} have it"
-    add("inputs", nargs="+", type=place, metavar="INPUT", help=formats)
-    add("--output", required=True, type=place, help="directory to write, a new one")
+    add("inputs", nargs="+", type=as_path, metavar="INPUT", help=formats)
+    add("--output", required=True, type=as_path, help="directory to write, a new one")
     add("--tokenizer", help=tokens)
     add("--weights", type=_weights, default="", metavar="WORKDIR", help=tuned)
     add("--validation-fraction", type=share, help=held)

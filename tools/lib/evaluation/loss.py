@@ -112,7 +112,7 @@ def set_corpus(config: ml_collections.ConfigDict, corpus: Path) -> None:
     config.model.vocab_size = corpora.vocab_size(config)
     other = TokenFile.open(corpus, "train")
     before = [*corpora.named(config)][:1]
-    if before and remote.place(before[0]).is_dir():
+    if before and remote.as_path(before[0]).is_dir():
         check_alike([TokenFile.open(before[0], "train"), other])
     else:
         print(
@@ -204,7 +204,7 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[
     add = parser.add_argument
     add(
         "--corpus",
-        type=remote.place,
+        type=remote.as_path,
         help="directory of prepare_text (default: the run's)",
     )
     add("--batches", type=at_least(1), help="of config.data.batch_rows (default: all)")
