@@ -77,6 +77,15 @@ def test_rows_of_trees_have_the_losses_of_their_texts(
 ):
     monkeypatch.setattr(prefix_tree, "LEAST_SHARED", least)
     groups = [drawn_texts(rng, kind) for _ in range(60)]
+    # Two that begin alike for longer than any `least`: not every draw has some.
+    dtype = KINDS[kind][0]
+    shared = [1, 2, 1, 2, 1, 2]
+    groups.append(
+        [
+            Document(np.array([*shared, last], np.int32), np.ones(7, dtype))
+            for last in (1, 2)
+        ]
+    )
     documents = [tree for texts in groups for tree in join_within(texts, 80)]
     with TokenFileWriter(tmp_path / "c", NUMBERS, has_loss_mask=True) as writer:
         writer.has_weights = any(d.weights.dtype != bool for d in documents)
