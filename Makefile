@@ -56,6 +56,7 @@ lint: venv-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pyrefly check --summary=none
 	.venv/bin/lint-imports --no-logo --no-cache
+	$(PYTHON) -m tests.density
 
 format: venv-dev
 	$(PYTHON) -m ruff check --select I --fix .
