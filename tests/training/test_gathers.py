@@ -72,7 +72,7 @@ def slopes(partition: Partition, name: str, rng: np.random.Generator) -> list:
 def test_permutes_give_what_reduce_scatters_do(mesh, is_torus, name, rng, monkeypatch):
     """Along any axis; over pairs of a torus, two axes, and an odd number of devices."""
     if is_torus:
-        monkeypatch.setattr(torus, "place", lambda device: divmod(device.id, 4))
+        monkeypatch.setattr(torus, "coords_of", lambda device: divmod(device.id, 4))
         monkeypatch.setattr("training.mesh.MOST_SCATTERED", 4)
     seed = int(rng.integers(2**31))
     got, want = (
