@@ -66,7 +66,8 @@ def test_a_run_stopped_before_its_loop_goes_on_from_its_workdir_alone(
     more = read_config([*flags, f"--config.train.steps={STEPS + 1}"])
     assert train.train(more, copy.said.append)["step"] == STEPS + 1
     changes = [line for line in copy.said if line.startswith("changed since")]
-    assert changes == [f"changed since step {STEPS}: train.steps: 12 -> 13"]
+    assert changes[0] == f"changed since step {STEPS}: train.steps: 12 -> 13"
+    assert len(changes) == 2 and "learning rate: 3.0e-04 -> 3.5e-04" in changes[1]
     now = copy.files()["config.json"]
     assert now == kept.replace(b'"steps": 12', b'"steps": 13') != kept
     with pytest.raises(ValueError, match="made with other settings: seed"):
@@ -135,17 +136,18 @@ def test_threads_that_wait_for_a_failed_save_hold_no_run_at_its_end():
 
 def change_batches(patch: pytest.MonkeyPatch, steps: set[int], **fields: Any) -> None:
     """Changes fields of the batches of some steps, as they lie on the devices."""
-    place, count = train.place, iter(range(1, 1000))
+    to_mesh = train.global_batch
+    count = iter(range(1, 1000))
 
     def placed(blocks, *where):
-        batch = place(blocks, *where)
+        batch = to_mesh(blocks, *where)
         if next(count) in steps:
             shardings = jax.tree.map(lambda x: x.sharding, batch)
             changed = {name: f(getattr(batch, name)) for name, f in fields.items()}
             batch = jax.device_put(batch._replace(**changed), shardings)
         return batch
 
-    patch.setattr(train, "place", placed)
+    patch.setattr(train, "global_batch", placed)
 
 
 @pytest.mark.thorough
