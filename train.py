@@ -39,16 +39,16 @@ from tasks.run import Run
 from tasks.state import guard_settings
 from tasks.systems import prepare_devices
 from tasks.task import check, check_attention, make_run, rate_change, run_settings
-from training import compilation, hosts, peers, record
-from training.checkpoint import Checkpoints
-from training.feed import global_batch
-from training.goodput import Goodput
+from training import compilation
+from training.hosts import lost_processes, processes
+from training.hosts.preemption import Preempted, SignalNotice, stop_notice
+from training.hosts.watchdog import Watchdog
 from training.loop import Intervals, Loop
-from training.metrics import Throughput
-from training.preemption import Preempted, SignalNotice, stop_notice
-from training.profiler import Profiler
-from training.report import Report
-from training.sinks import (
+from training.reports.goodput import Goodput
+from training.reports.metrics import Throughput
+from training.reports.profiler import Profiler
+from training.reports.report import Report
+from training.reports.sinks import (
     FILE,
     JsonLines,
     Sink,
@@ -57,9 +57,11 @@ from training.sinks import (
     check_wandb,
     run_directory,
 )
-from training.stored_step import RECORD
-from training.watchdog import Watchdog
-from training.workdir import check_shared, locked, make_writable
+from training.saved import record
+from training.saved.checkpoint import Checkpoints
+from training.saved.stored_step import RECORD
+from training.saved.workdir import check_shared, locked, make_writable
+from training.sharding.feed import global_batch
 
 PREEMPTED = 75
 """Exit code: try again (EX_TEMPFAIL of sysexits.h)."""
@@ -276,7 +278,7 @@ def _stop_if(stop: SignalNotice, step: int) -> None:
 
 @names_fields
 def _connect(config: ConfigDict) -> None:
-    hosts.connect(**config.hosts)
+    processes.connect(**config.hosts)
 
 
 def silence_writers() -> None:
@@ -319,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         say(f"preempted: {stopped}", sys.stderr)
         return PREEMPTED
     except Exception as error:
-        peers.leave(error)
+        lost_processes.leave(error)
         raise
 
 

@@ -141,7 +141,8 @@ FIELDS = dict(
     # tools/plan_pod.py says how much memory is left.
     remat_budget_gib=0.0,
     # Gather parameters, and scatter gradients, beside products: on v5p, v6e and later
-    # by SparseCores; on v4 and v5e gradients in permutes (see training/overlap.py).
+    # by SparseCores; on v4 and v5e gradients in permutes
+    # (see training/sharding/overlap.py).
     overlap_parameters=True,
     # In how many parts a device's key/value heads are attended to, one after the other:
     # queries, keys, values, and what the ring holds, exist for one part at a time.

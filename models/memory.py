@@ -25,7 +25,7 @@ RESIDUAL: Axes = ("batch", "sequence", None)
 
 
 class Partition(Protocol):
-    """Places arrays on a mesh by the names of their axes; see `training.mesh`."""
+    """Places arrays by the names of their axes; see `training.sharding.mesh`."""
 
     def spec(
         self, names: Axes, shape: tuple[int, ...]

@@ -34,8 +34,8 @@ from tasks.layout_choice import ranked_choices, typical_rows
 from tasks.parts import Data, Objective, OnMesh
 from tasks.run import Run
 from tasks.state import identity
-from training.feed import host_blocks
-from training.metrics import StepWork
+from training.reports.metrics import StepWork
+from training.sharding.feed import host_blocks
 from training.step import Counts, mean_pairs
 
 DATA_FIELDS = (

@@ -32,8 +32,8 @@ from tasks.run import Run
 from tasks.state import abstract_parameters
 from tasks.systems import prepare_devices
 from tasks.text import TextRun
-from training.mesh import Partition, StationaryPartition
-from training.weights import SavedParameters
+from training.saved.weights import SavedParameters
+from training.sharding.mesh import Partition, StationaryPartition
 
 SCORE_BYTES = 1 << 28
 """Of the scores of a block of new tokens in a layer, on a device, at most."""

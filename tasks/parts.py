@@ -8,9 +8,9 @@ from data.batch import Block
 from data.rows import TextBatches
 from models.abstract import Model
 from models.sizes import DecoderConfig
-from training.optimizer import Schedule
 from training.step import Counts, LossFunction, TrainState
-from training.update import Optimizer
+from training.update.at_once import Optimizer
+from training.update.optimizer import Schedule
 
 OnMesh = Any
 """A batch as a program takes it: JAX has no type for a tree of its arrays."""

@@ -14,13 +14,13 @@ from tasks.parts import Data
 from tasks.run import Run
 from tasks.state import abstract_frozen, identity, sharding_of
 from training.loop import Programs
+from training.saved.weights import SavedParameters
 from training.step import (
     TrainState,
     initial_state,
     make_evaluate_step,
     make_replay,
 )
-from training.weights import SavedParameters
 
 BASE = "base_weights"
 """Key of the frozen parameters' identity in a fingerprint."""

@@ -46,12 +46,12 @@ from tasks.systems import (
     limited,
     partition,
 )
-from training.mesh import Partition
-from training.metrics import StepWork
-from training.optimizer import Schedule, make_optimizer
-from training.overlap import parameter_options
+from training.reports.metrics import StepWork
+from training.sharding.mesh import Partition
+from training.sharding.overlap import parameter_options
 from training.step import TrainState, make_train_step
-from training.update import Optimizer
+from training.update.at_once import Optimizer
+from training.update.optimizer import Schedule, make_optimizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
 """The config that a run keeps beside its checkpoints, to be started again from there.
 
 What is compared on resume is what each checkpoint was made with
-(`training/record.py`): this file is the config of the newest start, every field of it.
+(`training/saved/record.py`): this file is the config of the newest start, every field
+of it.
 """
 
 import json
@@ -13,9 +14,9 @@ from ml_collections import ConfigDict
 from configs import agents, base
 from data.json_text import parse_json, short
 from tasks.config_errors import fields_by_name
-from training.record import PINNED, RUN, is_old
-from training.stored_step import is_named
-from training.workdir import path_of, replace_text
+from training.saved.record import PINNED, RUN, is_old
+from training.saved.stored_step import is_named
+from training.saved.workdir import path_of, replace_text
 
 FILE = "config.json"
 

@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 from models.abstract import Model
 from models.sizes import LanguageModelConfig
 from tasks.config_errors import names_fields
-from training.guard import GuardSettings
-from training.layerwise import STACKED
-from training.mesh import Axes, Partition
-from training.optimizer import OptimizerSettings, Storage
+from training.sharding.mesh import Axes, Partition
 from training.step import TrainState, initial_state
-from training.update import Optimizer
+from training.update.at_once import Optimizer
+from training.update.guard import GuardSettings
+from training.update.layerwise import STACKED
+from training.update.optimizer import OptimizerSettings, Storage
 
 PARTS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
 PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate", "action_bins"}

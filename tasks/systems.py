@@ -19,8 +19,8 @@ from kernels.masks import Mask, Visible
 from models.memory import NEXT, Device, Execution, Kept, choose_chunk
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
-from training.mesh import MeshShape, Partition, make_mesh
-from training.overlap import permutes_hide
+from training.sharding.mesh import MeshShape, Partition, make_mesh
+from training.sharding.overlap import permutes_hide
 
 AUTO = "auto"
 """The attention whose layout is chosen (see `layout_choice`): of text, in a ring."""

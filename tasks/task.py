@@ -31,10 +31,10 @@ from tasks.systems import (
     mesh_shape,
     partition,
 )
-from training.mesh import Partition
-from training.profiler import Profiler
-from training.sinks import NAMES as SINKS
-from training.stored_step import is_named
+from training.reports.profiler import Profiler
+from training.reports.sinks import NAMES as SINKS
+from training.saved.stored_step import is_named
+from training.sharding.mesh import Partition
 
 TASKS = {"text": text, "exorl": exorl}
 """Modules of the tasks; each has `sizes`, `identify` and a `Run`, of RUNS."""
@@ -100,7 +100,7 @@ def run_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, An
     """Returns the settings of the run, JSON values by dotted name.
 
     Every field that its task reads, except those that hosts have of their own, and a
-    digest of the data (see `training/record.py`).
+    digest of the data (see `training/saved/record.py`).
 
     say: reports which data files are not compared with their digests.
 

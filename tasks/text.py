@@ -27,8 +27,8 @@ from tasks.parts import Data, Objective, OnMesh
 from tasks.programs import identify_frozen
 from tasks.run import Run
 from tasks.state import identity
-from training.feed import host_blocks
-from training.metrics import StepWork
+from training.reports.metrics import StepWork
+from training.sharding.feed import host_blocks
 from training.step import Counts, count_tokens
 
 identify = corpora.identify

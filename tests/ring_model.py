@@ -17,9 +17,9 @@ from tests.cases import table
 from tests.hard_rows import ROWS, TOKENS, VOCAB
 from tests.small.models import Run
 from training.loop import Programs
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 from training.step import initial_state
-from training.update import AtOnce
+from training.update.at_once import AtOnce
 
 SIZES = {"model__vocab_size": VOCAB, "data__batch_rows": len(ROWS)}
 SIZES |= dict(table("runs.txt", "ring_model"))

@@ -40,9 +40,9 @@ from tasks.text import TextRun
 from tests import buckets
 from tests.cases import pairs
 from tests.small.runs import small_config
-from training.guard import GuardSettings
-from training.mesh import MESH_AXES, MeshShape, Partition
-from training.optimizer import OptimizerSettings, Storage
+from training.sharding.mesh import MESH_AXES, MeshShape, Partition
+from training.update.guard import GuardSettings
+from training.update.optimizer import OptimizerSettings, Storage
 
 STEMS = sorted(path.stem for path in Path(base.__file__).parent.glob("*.py"))
 MODULES = {stem: importlib.import_module(f"configs.{stem}") for stem in STEMS}

@@ -24,7 +24,7 @@ from tests.small.agents import (
     make_trajectories,
 )
 from tests.small.runs import read_scalars
-from training.weights import SavedParameters
+from training.saved.weights import SavedParameters
 
 pytestmark = pytest.mark.usefixtures("programs")
 

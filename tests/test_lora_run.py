@@ -16,11 +16,11 @@ from tests.small.agents import drawn
 from tests.small.models import partition_of
 from tests.small.runs import Run, assert_equal_bits, files, small_config
 from tools.convert_hf import export_model, import_model
-from training.feed import global_batch
-from training.mesh import MeshShape
+from training.saved.stored_step import StoredStep
+from training.saved.weights import save_parameters
+from training.sharding.feed import global_batch
+from training.sharding.mesh import MeshShape
 from training.step import make_evaluate_step
-from training.stored_step import StoredStep
-from training.weights import save_parameters
 
 pytestmark = pytest.mark.usefixtures("programs")
 

@@ -25,8 +25,8 @@ from tasks.text import TextRun
 from tests.cases import table
 from tests.small.models import partition_of
 from tests.small.runs import small_config
-from training.feed import host_blocks
-from training.mesh import MeshShape, Partition
+from training.sharding.feed import host_blocks
+from training.sharding.mesh import MeshShape, Partition
 
 MASKS = ["causal", "window(7)", "prefix(9)"]
 PATTERNS = {"": 2, "w": 2, "wwf": 4, "wf": 3}

@@ -25,8 +25,8 @@ from tests.small.runs import small_config
 from tools.lib.compiled.hlo_text import arrays
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.step import Step
-from training.feed import global_batch
-from training.mesh import MeshShape
+from training.sharding.feed import global_batch
+from training.sharding.mesh import MeshShape
 
 MESHES = {
     "vanilla": MeshShape(data=2, fsdp=2, tensor=2),

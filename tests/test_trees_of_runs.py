@@ -19,8 +19,8 @@ from tasks.layout_choice import typical_rows
 from tests.cases import table
 from tests.small.models import Run as Small
 from tests.small.models import assert_same, config_of
-from training.feed import global_batch, host_blocks
-from training.mesh import MeshShape
+from training.sharding.feed import global_batch, host_blocks
+from training.sharding.mesh import MeshShape
 
 CONTEXT = 160
 DROPS_THOUGHTS = (

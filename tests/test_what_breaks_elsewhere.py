@@ -29,7 +29,7 @@ from tests.cases import in_tiers
 from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
 from tests.pages import ROOT
 from tests.ring_model import RingModel
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 LAYOUTS = "ring", "striped", "zigzag"
 slow = pytest.mark.slow

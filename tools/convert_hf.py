@@ -48,8 +48,8 @@ from tools.lib.hf import config as hf_config
 from tools.lib.hf.names import Weight
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import TensorFiles, write_tensors
-from training.mesh import MeshShape, Partition, make_mesh
-from training.weights import SavedParameters, save_parameters
+from training.saved.weights import SavedParameters, save_parameters
+from training.sharding.mesh import MeshShape, Partition, make_mesh
 
 COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "chat_template*"),

@@ -24,8 +24,8 @@ from tasks.command_line import Parser, as_program
 from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import interval, of_worlds
 from tools.lib.files import replacing
-from training.record import is_old
-from training.stored_step import differences
+from training.saved.record import is_old
+from training.saved.stored_step import differences
 
 INK, GREY = "#1b2733", "#5c6b7a"
 """Of titles and labels; of reference lines."""

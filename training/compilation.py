@@ -18,7 +18,7 @@ from typing import cast
 import jax
 from jax._src import compilation_cache  # the public module takes no cache of ours
 
-from training.workdir import is_bucket, make_writable, path_of
+from training.saved.workdir import is_bucket, make_writable, path_of
 
 LEAST_SECONDS = 0.3
 """Programs that compile faster are not kept."""

@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 
-from training.checkpoint import Checkpoints
-from training.digest import digests, not_finite
-from training.goodput import Goodput
-from training.guard import BadSteps, Replay, compare_replays, is_finite, outcome
-from training.preemption import SignalNotice
-from training.profiler import Profiler
-from training.report import Report
+from training.hosts.preemption import SignalNotice
+from training.hosts.watchdog import Watchdog
+from training.reports.goodput import Goodput
+from training.reports.profiler import Profiler
+from training.reports.report import Report
+from training.saved.checkpoint import Checkpoints
+from training.saved.digest import digests, not_finite
+from training.saved.stored_step import NotFinite
 from training.step import TrainState
-from training.stored_step import NotFinite
-from training.watchdog import Watchdog
+from training.update.guard import BadSteps, Replay, compare_replays, is_finite, outcome
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from training.digest import device_digest
-from training.guard import GuardState, Replay, initial_guard, judge
-from training.update import Optimizer, float32, global_norm
+from training.saved.digest import device_digest
+from training.update.at_once import Optimizer, float32, global_norm
+from training.update.guard import GuardState, Replay, initial_guard, judge
 
 LossFunction = Callable[..., jax.Array]
 """From parameters, a batch and frozen parameters to the weighted sum of its losses.

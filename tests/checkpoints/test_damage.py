@@ -28,9 +28,9 @@ from tests.small.states import (
     checkpoints,
     state,
 )
-from training.checkpoint import Manager, Newest, open_manager
-from training.stored_step import shows_damage
-from training.weights import SavedParameters
+from training.saved.checkpoint import Manager, Newest, open_manager
+from training.saved.stored_step import shows_damage
+from training.saved.weights import SavedParameters
 
 pytestmark = LEAVES_COROUTINES
 
@@ -71,7 +71,7 @@ def save_a_nan(step: Path) -> None:
     """As a trainer saved that did not look."""
     shutil.rmtree(step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.stored_step.not_finite", lambda found: "")
+        patch.setattr("training.saved.stored_step.not_finite", lambda found: "")
         with checkpoints(step.parent) as saved:
             saved.save(int(step.name), broken(int(step.name)))
 

@@ -21,9 +21,9 @@ from tests.small.states import (
     checkpoints,
     state,
 )
-from training.checkpoint import Checkpoints
-from training.stored_step import StoredStep
-from training.weights import SavedParameters, save_parameters
+from training.saved.checkpoint import Checkpoints
+from training.saved.stored_step import StoredStep
+from training.saved.weights import SavedParameters, save_parameters
 
 Moments = collections.namedtuple("Moments", "count mu")
 

@@ -29,7 +29,7 @@ from kernels.ring.torus import (
 )
 from tests.cases import table
 from tools.lib.compiled.pods import gpu_devices, tpu_devices
-from training.mesh import MESH_AXES, MeshShape, make_mesh
+from training.sharding.mesh import MESH_AXES, MeshShape, make_mesh
 
 RING = MESH_AXES.index("ring")
 BOXES = (2,), (2, 2), (4, 4), (3, 4), (4, 3, 5), (8, 8, 8), (1, 5, 2, 3), (3, 3, 3)

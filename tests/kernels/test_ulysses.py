@@ -22,7 +22,7 @@ from tests.rings import assert_as_on_one_device, ring_mesh, ring_with
 from tests.simulated import BACKENDS
 from tools.lib.compiled.hlo import TRANSFER, Program
 from tools.lib.compiled.pods import compile_for, gpu_devices, tpu_devices
-from training.mesh import MeshShape, make_mesh
+from training.sharding.mesh import MeshShape, make_mesh
 
 QUICK_CASES = (
     # K below U; K that U does not divide; H that U does not divide: caps and sinks.

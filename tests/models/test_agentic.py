@@ -18,7 +18,7 @@ from tests.small.agents import (
     one_device,
 )
 from tests.small.models import assert_same
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 REAL = 2 * EPISODE_STEPS
 

@@ -26,7 +26,7 @@ from tests.small.models import (
     partition_of,
     whole_forward,
 )
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 NEW = SLOTS - 11 + 1
 """Tokens generated: to the cache's last slot, as the last is not put there."""

@@ -13,7 +13,7 @@ from tests.cases import in_tiers, table
 from tests.small.agents import drawn
 from tests.small.models import Run, assert_same, budget_gib, rows
 from tests.small.runs import KINDS
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 from training.step import initial_state
 
 STEPS = 10

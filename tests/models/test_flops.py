@@ -14,7 +14,7 @@ from models.sizes import LanguageModelConfig, Lora
 from tasks.text import TextRun
 from tests.cases import table
 from tests.small.models import partition_of
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 GROUPED = LanguageModelConfig(
     vocab_size=50,

@@ -13,7 +13,7 @@ from kernels.layouts import permute
 from models.flops import train_flops
 from tests.cases import pairs
 from tests.small.models import LENGTH, Run, assert_same, rows, run_on
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 FAMILY = "qwen3_5"
 

@@ -16,7 +16,7 @@ from tests.cases import in_tiers
 from tests.small.families import FAMILIES
 from tests.small.models import BATCH_ROWS, LENGTH, Run, assert_same, rows, run_on
 from tests.written_out import WrittenOut
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 slow = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 
 from models.losses import Parts, cross_entropy
 from tests.small.models import assert_same, partition_of
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 ROWS, LENGTH, EMBED, VOCAB = 4, 18, 32, 46
 

@@ -21,7 +21,7 @@ from tests.small.models import (
     budget_gib,
     rows,
 )
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 DEVICES = {
     "v5e": Device(16 * 2**30, 197e12 / 819e9),

@@ -17,7 +17,7 @@ from models.abstract import Model
 from tasks.exorl import AgentRun
 from tests.cases import table
 from tests.cases.attention import QUICK
-from training.mesh import MeshShape, Partition, make_mesh
+from training.sharding.mesh import MeshShape, Partition, make_mesh
 
 SMALL = dict(table("runs.txt", "small_agent"))
 EPISODE_STEPS, ROWS = SMALL["agent.episode_steps"], SMALL["data.batch_rows"]

@@ -23,7 +23,7 @@ from tasks.text import TextRun
 from tests.small.agents import drawn
 from tests.small.families import FAMILIES
 from tests.small.runs import small_config
-from training.mesh import MeshShape, Partition, make_mesh
+from training.sharding.mesh import MeshShape, Partition, make_mesh
 
 ROWS, SLOTS, VOCAB = 2, 64, 40
 """Rows and slots of caches, and the tokens' ids."""

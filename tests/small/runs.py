@@ -19,7 +19,7 @@ from data.text.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.cases import table
 from tests.processes import run_program
-from training.checkpoint import Checkpoints
+from training.saved.checkpoint import Checkpoints
 from training.step import TrainState
 
 

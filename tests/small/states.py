@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from tests.small.runs import assert_equal_bits
-from training.checkpoint import Checkpoints
+from training.saved.checkpoint import Checkpoints
 
 FINGERPRINT = {"model": {"layers": 2, "rope_theta": 1e4, "scaling": {"factor": 2.0}}}
 STEPS = 10, 20, 30

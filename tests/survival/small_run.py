@@ -49,7 +49,7 @@ class Small(Run):
 VICTIM = """
 import os, sys, time
 import train
-from training.checkpoint import Checkpoints
+from training.saved.checkpoint import Checkpoints
 
 save = Checkpoints.save
 

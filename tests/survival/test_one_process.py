@@ -21,8 +21,8 @@ from tasks.command_line import read_config
 from tests.processes import run_program
 from tests.small.runs import KINDS, assert_equal_bits, kept_in
 from tests.survival.small_run import QUIET, STEPS, Small, start_and_kill
-from training.guard import SPIKE_WINDOW, BadSteps
-from training.preemption import Preempted
+from training.hosts.preemption import Preempted
+from training.update.guard import SPIKE_WINDOW, BadSteps
 
 
 @pytest.mark.quick
@@ -271,7 +271,7 @@ FULL_DISK = """
 import resource, sys
 import jax, numpy as np
 import train
-from training.checkpoint import Checkpoints
+from training.saved.checkpoint import Checkpoints
 
 values = np.random.default_rng(7).standard_normal((30, 10_000), np.float32)
 state = {str(i): jax.device_put(row) for i, row in enumerate(values)}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import Processes, free_port
 from tests.survival.small_run import QUIET, STEPS, Small
-from training.watchdog import HUNG
+from training.hosts.watchdog import HUNG
 
 pytestmark = pytest.mark.slow
 MESH = {"mesh__fsdp": 1, "mesh__ring": 8}

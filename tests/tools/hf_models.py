@@ -24,7 +24,7 @@ from tools.lib.hf.config import fused, model_config
 from tools.lib.hf.names import weights_of
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import TensorFiles
-from training.mesh import Partition
+from training.sharding.mesh import Partition
 
 DIRECTORY = Path(__file__).parents[1] / "fixtures" / "hf_models"
 NAMES = (

@@ -27,7 +27,7 @@ from tests.tools import hf_models
 from tools.convert_hf import export_model, import_model, main
 from tools.lib.hf import adapters
 from tools.lib.hf.reading import load
-from training.mesh import MeshShape, Partition
+from training.sharding.mesh import MeshShape, Partition
 from training.step import initial_state
 
 slow = pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.small.agents import (
 from tools.lib.exorl import agents as actors
 from tools.lib.exorl.agents import Choice, actor
 from tools.lib.exorl.play import Context, Play
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 TARGET = 5.0
 FIRST = slice(0, EPISODE_STEPS)

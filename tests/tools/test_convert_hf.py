@@ -28,11 +28,11 @@ from tools.lib.hf.config import model_config
 from tools.lib.hf.names import stored_shapes, weights_of
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import WHOLE, TensorFiles
-from training.checkpoint import Checkpoints
-from training.mesh import MeshShape
-from training.record import SETTINGS
-from training.stored_step import PARAMETERS
-from training.weights import SavedParameters
+from training.saved.checkpoint import Checkpoints
+from training.saved.record import SETTINGS
+from training.saved.stored_step import PARAMETERS
+from training.saved.weights import SavedParameters
+from training.sharding.mesh import MeshShape
 
 slow = pytest.mark.slow
 

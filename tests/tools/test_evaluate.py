@@ -25,7 +25,7 @@ from tools import evaluate
 from tools.lib.evaluation import loss
 from tools.lib.evaluation.ruler import Generated, prediction_file
 from tools.lib.retrieval.prompts import Encoder, Prompt
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 BYTES = ByteTokenizer()
 SIZES = {"simulated_devices": 0, "implementation": "reference"}

@@ -26,7 +26,7 @@ from tools.lib.exorl.play import contexts
 from tools.lib.exorl.scenes import Simulations, scene
 from tools.lib.exorl.scores import interval, scores
 from tools.make_dark_room import make
-from training.weights import SavedParameters, save_parameters
+from training.saved.weights import SavedParameters, save_parameters
 
 REPEAT = 250  # of 1000 steps
 EPISODES, ROWS = 2, 20

@@ -34,8 +34,8 @@ from tests.small.runs import files, small_config, small_flags
 from tests.tools import hf_models
 from tools import generate
 from tools.generate import Chat, Writer, find_sampling, find_tokenizer, main
-from training.checkpoint import Checkpoints
-from training.mesh import MeshShape, Partition, make_mesh
+from training.saved.checkpoint import Checkpoints
+from training.sharding.mesh import MeshShape, Partition, make_mesh
 from training.step import initial_state
 
 PROMPT, NEW, STEP = "a ring of Möwen", 12, 7

@@ -24,7 +24,7 @@ from tests.tools import hf_models
 from tools.lib.hf.names import weight_at
 from tools.lib.hf.rope import read_rope
 from tools.lib.hf.tensor_files import TensorFiles
-from training.mesh import MeshShape
+from training.sharding.mesh import MeshShape
 
 BOUND = 2e-5
 """Between float32 logits of up to 6, in layers of the same operations."""

@@ -33,7 +33,7 @@ from tools.lib.planning.meshes import suggestions
 from tools.lib.planning.plan import kinds
 from tools.lib.planning.roofline import Roofline, Work
 from tools.plan_pod import read_config
-from training.mesh import MESH_AXES, MeshShape, Partition
+from training.sharding.mesh import MESH_AXES, MeshShape, Partition
 
 V4, V5E, V5P, V6E, H200 = map(
     chips.find, ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "NVIDIA H200")

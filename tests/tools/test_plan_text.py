@@ -20,7 +20,7 @@ from tools.lib.planning.step import (
 )
 from tools.lib.planning.text import describe, seconds
 from tools.plan_pod import read_config
-from training.metrics import StepWork
+from training.reports.metrics import StepWork
 
 GIB = 2**30
 RING = Kind("collective-permute", 523_520, 523_520 * 40 * 2**20, 0, 0)

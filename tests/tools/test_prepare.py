@@ -37,7 +37,7 @@ from tools import (
     prepare_text,
 )
 from tools.lib.prepare import train_command
-from training.weights import save_parameters
+from training.saved.weights import save_parameters
 
 LINES = ["--train-tokens", "3000", "--validation-tokens", "500"]
 

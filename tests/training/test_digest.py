@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from training.digest import Digest, device_digest, digest, digests, not_finite
-from training.moments import FLOAT8, encode
-from training.rounding import random_bits, stochastic_round
+from training.saved.digest import Digest, device_digest, digest, digests, not_finite
+from training.update.moments import FLOAT8, encode
+from training.update.rounding import random_bits, stochastic_round
 
 TYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "bool"]
 LAYOUTS = [(8, PartitionSpec("x", "y")), (4, PartitionSpec("y")), (2, PartitionSpec())]

@@ -19,8 +19,8 @@ from tools.lib.compiled.pods import aot_pod, compile_for
 from tools.lib.planning.estimate import synchronous_seconds
 from tools.lib.planning.plan import kinds
 from tools.lib.planning.roofline import Roofline
-from training.mesh import MeshShape, Partition, make_mesh
-from training.overlap import parameter_options, permutes_hide
+from training.sharding.mesh import MeshShape, Partition, make_mesh
+from training.sharding.overlap import parameter_options, permutes_hide
 
 EMBED = 48
 WEIGHTS = {
@@ -73,7 +73,7 @@ def test_permutes_give_what_reduce_scatters_do(mesh, is_torus, name, rng, monkey
     """Along any axis; over pairs of a torus, two axes, and an odd number of devices."""
     if is_torus:
         monkeypatch.setattr(torus, "coords_of", lambda device: divmod(device.id, 4))
-        monkeypatch.setattr("training.mesh.MOST_SCATTERED", 4)
+        monkeypatch.setattr("training.sharding.mesh.MOST_SCATTERED", 4)
     seed = int(rng.integers(2**31))
     got, want = (
         slopes(

@@ -13,22 +13,22 @@ from jax._src.distributed import State
 
 from tests.cases import table
 from tests.processes import Processes, free_port
-from training import hosts
-from training.watchdog import HUNG
+from training.hosts import processes
+from training.hosts.watchdog import HUNG
 
 # Saves three steps, restores the newest good one, and waits for a signal.
 PROGRAM = """
 import socket, sys, time
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from training import hosts
-from training.checkpoint import Checkpoints
-from training.preemption import stop_notice
-from training.stored_step import DamagedStep, StoredStep
+from training.hosts import processes
+from training.saved.checkpoint import Checkpoints
+from training.hosts.preemption import stop_notice
+from training.saved.stored_step import DamagedStep, StoredStep
 
 port, index, directory = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 4)
-hosts.connect(f"localhost:{port}", 2, int(index))
+processes.connect(f"localhost:{port}", 2, int(index))
 assert jax.process_count() == 2 and jax.device_count() == 8
 
 mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -53,8 +53,8 @@ def read_but_not(self, abstract):
     return read(self, abstract)
 
 StoredStep._read_arrays = read_but_not
-say("agree", hosts.all_agree(True), hosts.all_agree(index == "0"))
-say("first", hosts.first_says(40 + int(index)))
+say("agree", processes.all_agree(True), processes.all_agree(index == "0"))
+say("first", processes.first_says(40 + int(index)))
 say("open to others", socket.socket().connect_ex(("127.0.0.2", int(port))) == 0)
 
 stop, options = stop_notice(), {"keep": 3, "fingerprint": {}, "say": say}
@@ -101,7 +101,7 @@ def test_a_signal_to_one_and_a_step_that_one_cannot_read(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), table("runs.txt", "hosts"))
 def test_a_part_of_a_cluster_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        hosts.connect(*arguments)
+        processes.connect(*arguments)
 
 
 @pytest.mark.parametrize("address", ["localhost:1", "nowhere"])
@@ -111,7 +111,7 @@ def test_an_address_alone_is_refused_by_the_name_of_its_variable(address, monkey
     monkeypatch.setattr(jax.distributed, "initialize", State().initialize)
     wanted = f"JAX_COORDINATOR_ADDRESS={address} is set, .*config.hosts.coordinator"
     with pytest.raises(ValueError, match=f"^hosts: {wanted}, count and index"):
-        hosts.connect("", 0, -1)
+        processes.connect("", 0, -1)
 
 
 def test_a_port_that_another_program_has_is_refused():
@@ -119,7 +119,7 @@ def test_a_port_that_another_program_has_is_refused():
     with socket.create_server(("", 0)) as other:
         place = f"localhost:{other.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"{place}.*Address already in use"):
-            hosts.connect(place, 2, 0)
+            processes.connect(place, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_a_port_that_another_program_has_is_refused():
 )
 def test_a_coordinator_of_this_machine_listens_to_it_alone(host, is_bound, monkeypatch):
     joined = []
-    monkeypatch.setattr(hosts, "join", lambda _, **options: joined.append(options))
-    monkeypatch.setattr(hosts, "_check_counts", lambda *_: None)
+    monkeypatch.setattr(processes, "join", lambda _, **options: joined.append(options))
+    monkeypatch.setattr(processes, "_check_counts", lambda *_: None)
     place = f"{host}:{free_port()}"
-    hosts.connect(place, 2, 0)
+    processes.connect(place, 2, 0)
     wanted = place if is_bound else None
     assert joined[0].get("coordinator_bind_address") == wanted
 
@@ -147,7 +147,7 @@ JOINS = """
 import os, signal, sys, threading, time
 import jax
 from tasks.command_line import as_program
-from training import hosts, peers
+from training.hosts import lost_processes, processes
 
 port, count, index, fault = sys.argv[1:]
 
@@ -157,16 +157,16 @@ def main(_):
     if fault == "ctrl-c":
         threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT]).start()
     try:
-        hosts.connect(f"localhost:{port}", int(count), int(index), 6, 6)
+        processes.connect(f"localhost:{port}", int(count), int(index), 6, 6)
         print("joined", flush=True)
         if fault == "error":
             raise ValueError("of one process")
         while fault == "busy":
-            hosts.all_agree(True)
+            processes.all_agree(True)
             time.sleep(0.1)
         time.sleep(600)
     except Exception as error:
-        peers.leave(error)
+        lost_processes.leave(error)
         raise
 
 sys.exit(main())

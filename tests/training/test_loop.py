@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 
 from tests.cases import table
-from training.digest import digests, not_finite
-from training.goodput import Goodput
-from training.guard import (
+from training.hosts.watchdog import Watchdog
+from training.loop import Intervals, Loop, Programs
+from training.reports.goodput import Goodput
+from training.reports.metrics import StepWork, Throughput
+from training.reports.profiler import Profiler
+from training.reports.report import Report
+from training.reports.sinks import Sink
+from training.saved.digest import digests, not_finite
+from training.saved.stored_step import NotFinite
+from training.step import TrainState
+from training.update.guard import (
     SPIKE_WINDOW,
     BadSteps,
     Replay,
@@ -23,14 +31,6 @@ from training.guard import (
     initial_guard,
     judge,
 )
-from training.loop import Intervals, Loop, Programs
-from training.metrics import StepWork, Throughput
-from training.profiler import Profiler
-from training.report import Report
-from training.sinks import Sink
-from training.step import TrainState
-from training.stored_step import NotFinite
-from training.watchdog import Watchdog
 
 STEPS = 10
 EVERY = 2, 3, 4

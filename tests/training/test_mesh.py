@@ -20,7 +20,7 @@ from tests.small.models import partition_of
 from tests.small.runs import small_config
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.pods import compile_for, tpu_devices
-from training.mesh import MeshShape, Partition, make_mesh
+from training.sharding.mesh import MeshShape, Partition, make_mesh
 from training.step import TrainState, initial_state
 
 
@@ -132,7 +132,7 @@ def test_parameter_used_in_a_loop_is_gathered_and_scattered_once(cube):
 def test_a_torus_is_gathered_by_pairs_and_then_by_their_ends(monkeypatch, rng):
     """Where one axis shares out parameters over all of it; chips of a box of 2 x 4."""
     monkeypatch.setattr(torus, "coords_of", lambda device: divmod(device.id, 4))
-    monkeypatch.setattr("training.mesh.MOST_SCATTERED", 4)
+    monkeypatch.setattr("training.sharding.mesh.MOST_SCATTERED", 4)
     partition = partition_of(MeshShape(ring=8))
     w = jnp.asarray(rng.standard_normal((16, 3)), jnp.float32)
     gradients = jnp.asarray(rng.standard_normal((8, 16, 3)), jnp.float32)

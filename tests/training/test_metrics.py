@@ -16,12 +16,12 @@ from kernels import chips
 from kernels.chips import CHIPS
 from tests.cases import table
 from tests.small.runs import read_scalars
-from training import sinks
-from training.goodput import KINDS, Goodput
-from training.metrics import StepWork, Throughput
-from training.overlap import GATHERS, OFFLOADS, parameter_options
-from training.report import console_line
-from training.sinks import TensorBoardWriter, run_directory
+from training.reports import sinks
+from training.reports.goodput import KINDS, Goodput
+from training.reports.metrics import StepWork, Throughput
+from training.reports.report import console_line
+from training.reports.sinks import TensorBoardWriter, run_directory
+from training.sharding.overlap import GATHERS, OFFLOADS, parameter_options
 
 WORK = StepWork(1000, 2e12, 4e12)
 

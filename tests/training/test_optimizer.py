@@ -18,10 +18,15 @@ from tasks.text import TextRun
 from tests.small.families import FAMILIES
 from tests.small.models import config_of, partition_of
 from tests.small.runs import KINDS, assert_equal_bits
-from training.checkpoint import Checkpoints
-from training.mesh import MeshShape
-from training.optimizer import OptimizerSettings, Storage, decayed, make_optimizer
+from training.saved.checkpoint import Checkpoints
+from training.sharding.mesh import MeshShape
 from training.step import initial_state, make_train_step
+from training.update.optimizer import (
+    OptimizerSettings,
+    Storage,
+    decayed,
+    make_optimizer,
+)
 
 VOCAB, EMBED, HEADS, DEPTH, LAYERS = 32, 16, 4, 8, 3
 AXES = {

@@ -21,11 +21,11 @@ from data.text.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.processes import Processes, free_port
 from tests.small.runs import small_config
-from training import record, workdir
-from training.digest import digests
-from training.feed import global_batch
-from training.weights import save_parameters
-from training.workdir import LOCK, locked, make_writable, replace_text
+from training.saved import record, workdir
+from training.saved.digest import digests
+from training.saved.weights import save_parameters
+from training.saved.workdir import LOCK, locked, make_writable, replace_text
+from training.sharding.feed import global_batch
 
 
 def test_a_setting_that_went_is_no_change_where_it_changed_nothing():
@@ -48,12 +48,13 @@ import jax
 from tasks.task import run_settings
 from tests.small.runs import small_config
 from tests.training.test_record import first_digests
-from training import hosts, record, workdir
-from training.weights import SavedParameters
+from training.hosts import processes
+from training.saved import record, workdir
+from training.saved.weights import SavedParameters
 
 port, index, directory, corpus, cases = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 4)
-hosts.connect(f"localhost:{port}", 2, int(index))
+processes.connect(f"localhost:{port}", 2, int(index))
 
 def say(settle):
     try:
@@ -79,7 +80,7 @@ jax.config.update("jax_enable_x64", index == "0")
 record.jaxlib.__version__ = f"0.{index}"
 shutil.copytree(Path(record.__file__).parent, "sources/training")
 Path(f"sources/train.py").write_text(index)
-record.__file__ = f"{os.getcwd()}/sources/training/record.py"
+record.__file__ = f"{os.getcwd()}/sources/training/saved/record.py"
 say(lambda: record.agreed(dict))
 """
 
@@ -158,7 +159,7 @@ def test_two_processes_read_the_batches_of_one_and_refuse_others(corpus, tmp_pat
 
 HOLDS = """
 import sys, time
-from training.workdir import locked
+from training.saved.workdir import locked
 
 with locked(sys.argv[1]):
     print("held", flush=True)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests import buckets
-from training import sinks
-from training.sinks import JsonLines, WandbSink, check_wandb
+from training.reports import sinks
+from training.reports.sinks import JsonLines, WandbSink, check_wandb
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -14,15 +14,15 @@ from data.batch import Batch
 from kernels import masks
 from tests.small.runs import assert_equal_bits
 from tools.lib.compiled.pods import aot_pod, compile_for
-from training.mesh import MeshShape, Partition, make_mesh
-from training.optimizer import OptimizerSettings, make_optimizer
+from training.sharding.mesh import MeshShape, Partition, make_mesh
 from training.step import (
     TrainState,
     count_tokens,
     initial_state,
     make_train_step,
 )
-from training.update import AtOnce
+from training.update.at_once import AtOnce
+from training.update.optimizer import OptimizerSettings, make_optimizer
 
 ROWS, LENGTH, VOCAB = 8, 12, 5
 RATE = 0.1

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from tests.processes import Processes, run_program
-from training.preemption import SignalNotice
-from training.profiler import Profiler
-from training.watchdog import HUNG, Watchdog
+from training.hosts.preemption import SignalNotice
+from training.hosts.watchdog import HUNG, Watchdog
+from training.reports.profiler import Profiler
 
 HANGS = """
 import time
-from training.watchdog import Watchdog
+from training.hosts.watchdog import Watchdog
 
 def step_that_hangs():
     time.sleep(60)
@@ -78,7 +78,7 @@ def test_a_slow_run_is_given_ten_times_its_longest_step():
 
 NEVER_LOOKS = """
 import threading, time
-from training.preemption import SignalNotice
+from training.hosts.preemption import SignalNotice
 
 with SignalNotice() as stop:
     print("ready", flush=True)

@@ -50,7 +50,7 @@ from tools.lib.exorl.agents import Actor, actor, chance
 from tools.lib.exorl.play import Context, Play, contexts
 from tools.lib.exorl.scores import of_worlds, scores
 from tools.lib.files import write_json
-from training.weights import SavedParameters
+from training.saved.weights import SavedParameters
 
 
 def check(config: ml_collections.ConfigDict, options: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ from tasks.layout_choice import padding_line
 from tasks.text import TextRun
 from tools.generate import text_config
 from tools.lib.benchmarks.rows import check_output, table, write_rows
-from training.feed import global_batch
+from training.sharding.feed import global_batch
 
 COLUMNS = {
     "from": "{from:,}",

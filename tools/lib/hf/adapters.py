@@ -19,8 +19,8 @@ from tasks.text import TextRun
 from tools.lib.hf.config import WITH_IMAGES, fused
 from tools.lib.hf.fields import FUSED
 from tools.lib.hf.names import Weight, weight_at
-from training.stored_step import differences, leaves, listed
-from training.weights import SavedParameters
+from training.saved.stored_step import differences, leaves, listed
+from training.saved.weights import SavedParameters
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

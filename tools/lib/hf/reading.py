@@ -11,7 +11,7 @@ from models.abstract import Model
 from tasks.state import abstract_parameters
 from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, stored_shapes
 from tools.lib.hf.tensor_files import TensorFiles
-from training.mesh import Partition
+from training.sharding.mesh import Partition
 
 LISTED = 4
 """Differences between a model and its files that are reported."""

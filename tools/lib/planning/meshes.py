@@ -33,7 +33,7 @@ from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.estimate import bytes_per_second
 from tools.lib.planning.step import SPARE_SHARE, device_bytes, saved_bytes
-from training.mesh import MESH_AXES, MeshShape, Partition
+from training.sharding.mesh import MESH_AXES, MeshShape, Partition
 
 LAYER_ARRAYS = 6
 """float32 arrays of the size of the queries: the most in compiled steps on TPUs."""

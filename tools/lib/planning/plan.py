@@ -24,7 +24,7 @@ from tools.lib.planning.estimate import (
 )
 from tools.lib.planning.roofline import Roofline
 from tools.lib.planning.step import Memory, Step
-from training.metrics import StepWork
+from training.reports.metrics import StepWork
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from tasks.layout_choice import typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen
 from tools.lib.compiled.pods import Pod, compile_to_fit
-from training.mesh import HOST_MEMORY
-from training.metrics import StepWork
+from training.reports.metrics import StepWork
+from training.sharding.mesh import HOST_MEMORY
 
 SPARE_SHARE = 0.05
 """Share of a chip's memory that a plan should leave free for the runtime."""

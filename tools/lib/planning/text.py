@@ -10,7 +10,7 @@ from tools.lib.planning.estimate import PARTS, Estimate, bytes_per_second
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
 from tools.lib.planning.step import SPARE_SHARE
-from training.mesh import MESH_AXES
+from training.sharding.mesh import MESH_AXES
 
 RING_NAME = f"{TRANSFER} (ring)"
 

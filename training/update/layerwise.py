@@ -18,9 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from training.moments import FLOAT8, MOMENTS, decode, encode
-from training.rounding import random_bits, stochastic_round
-from training.update import (
+from training.update.at_once import (
     Axes,
     by_keys,
     chosen,
@@ -28,6 +26,8 @@ from training.update import (
     global_norm,
     standard_promotion,
 )
+from training.update.moments import FLOAT8, MOMENTS, decode, encode
+from training.update.rounding import random_bits, stochastic_round
 
 STACKED = "layers"
 """Name of the parameters that are stacked."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from training.rounding import random_bits, stochastic_round
+from training.update.rounding import random_bits, stochastic_round
 
 MOMENTS = "float32", "bfloat16", "float8"
 """Types in which moments may be stored."""

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from training.checkpoint import Checkpoints, Manager
-from training.hosts import all_agree
-from training.record import SETTINGS, agreed
-from training.stored_step import (
+from training.hosts.processes import all_agree
+from training.saved.checkpoint import Checkpoints, Manager
+from training.saved.record import SETTINGS, agreed
+from training.saved.stored_step import (
     FINGERPRINT,
     LEAVES,
     PARAMETERS,

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from training.workdir import is_bucket, path_of, replace_text
+from training.saved.workdir import is_bucket, path_of, replace_text
 
 FLUSH_SECONDS = 15
 """On a bucket points arrive this often; a killed run loses no more."""

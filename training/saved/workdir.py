@@ -13,7 +13,7 @@ from typing import TextIO
 import jax
 from etils import epath
 
-from training.hosts import tell_all
+from training.hosts.processes import tell_all
 
 LOCK = "lock"
 """Name of the lock file; it remains after a run that was killed."""

@@ -1,6 +1,6 @@
 """Saves and restores a run's checkpoints with Orbax.
 
-The contents of a step are in `training/stored_step.py`.
+The contents of a step are in `training/saved/stored_step.py`.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from training.hosts import first_says, wait_for_all
-from training.stored_step import (
+from training.hosts.processes import first_says, wait_for_all
+from training.saved.stored_step import (
     FINGERPRINT,
     META,
     RECORD,
@@ -31,7 +31,7 @@ from training.stored_step import (
     make_meta,
     together,
 )
-from training.workdir import make_writable
+from training.saved.workdir import make_writable
 
 STEP = re.compile("0|[1-9][0-9]*")
 """Names of finished steps."""
@@ -343,7 +343,7 @@ class Manager(ocp.CheckpointManager):
     """Orbax's manager, which drops no step and leaves notices of preemption to the run.
 
     Its own question after each save would move the step at which the processes of a run
-    have agreed to stop (see `training/preemption.py`).
+    have agreed to stop (see `training/hosts/preemption.py`).
     """
 
     def reached_preemption(self, step: int) -> bool:

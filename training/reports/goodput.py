@@ -9,7 +9,7 @@ from pathlib import Path
 
 from etils import epath
 
-from training.workdir import replace_text
+from training.saved.workdir import replace_text
 
 KINDS = "setup", "restore", "compile", "data", "step", "save", "evaluation", "lost"
 """`lost` are steps that a later start had to make again; only `step` is progress."""

@@ -28,7 +28,7 @@ from jax.sharding import (
 
 from kernels.ring.slices import lay_out
 from kernels.ring.torus import is_closed, pairs_along
-from training.gathers import Stages, Way, gather, multiply
+from training.sharding.gathers import Stages, Way, gather, multiply
 
 MESH_AXES = ("data", "fsdp", "ring", "ulysses", "tensor")
 """Axes that a config names. A mesh has no `ulysses` of one device."""

@@ -8,7 +8,7 @@ step, computed where the element lies: equal on every mesh, and never in memory.
 import jax
 import jax.numpy as jnp
 
-from training.digest import scramble, scrambled_indices
+from training.saved.digest import scramble, scrambled_indices
 
 SMALLEST_EXPONENT = -100
 """Smaller numbers are rounded as if they had this exponent: a unit that is no normal

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import jax
 
-from training.watchdog import HUNG
+from training.hosts.watchdog import HUNG
 
 LEAVE_SECONDS = 10
 """Seconds that a process with an error waits for the others to have one too."""

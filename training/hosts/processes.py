@@ -13,7 +13,7 @@ import numpy as np
 from jax._src.distributed import global_state  # its store has no public name
 from jax.experimental import multihost_utils
 
-from training.peers import join
+from training.hosts.lost_processes import join
 
 NOT_DETECTED = "coordinator_address should be defined"
 """JAX's error where it finds no cluster."""
@@ -32,7 +32,7 @@ def connect(
     """Makes this process one of many; call it before anything else of JAX.
 
     Ends the process with 1 where the others are not found, and from then on with
-    `watchdog.HUNG` where one of them is lost (see `training/peers.py`).
+    `watchdog.HUNG` where one of them is lost (see `training/hosts/lost_processes.py`).
 
     Args:
       coordinator: host:port of the first process; "": JAX asks Cloud TPU (also on GKE),

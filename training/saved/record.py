@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jaxlib
 
-from training.hosts import first_says, tell_all
-from training.stored_step import differences, is_named, listed
+from training.hosts.processes import first_says, tell_all
+from training.saved.stored_step import differences, is_named, listed
 
 RUN, SETTINGS = "run", "settings"
 

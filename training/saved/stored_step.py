@@ -21,13 +21,13 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from training.digest import digests, not_finite
-from training.hosts import all_agree
+from training.hosts.processes import all_agree
+from training.saved.digest import digests, not_finite
 
 STATE, META = "state", "meta"
 FINGERPRINT, LEAVES, CHECKSUM = "fingerprint", "leaves", "crc32"
 RECORD = "record"
-"""Key of the run's record (see `training/record.py`); absent in older steps."""
+"""Key of the run's record (see `training/saved/record.py`); absent in older steps."""
 PARAMETERS = "params"
 """Name of the parameters in a saved train state."""
 

@@ -9,8 +9,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from training.layerwise import Layerwise, Storage, check_names, weights_of
-from training.update import AtOnce, Optimizer, standard_promotion
+from training.update.at_once import AtOnce, Optimizer, standard_promotion
+from training.update.layerwise import Layerwise, Storage, check_names, weights_of
 
 OPTIMIZERS = "adamw", "adafactor", "muon"
 SECOND_STACK = "delta_layers"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from training.guard import check_skipped
-from training.metrics import StepWork, Throughput, peak_bytes
-from training.sinks import Sink
+from training.reports.metrics import StepWork, Throughput, peak_bytes
+from training.reports.sinks import Sink
+from training.update.guard import check_skipped
 
 
 @dataclass
