@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .checks import check_increasing
-from .compiler import compiler_options
+from .devices.compiler import compiler_options
 from .layouts import (
     Contiguous,
     Layout,
@@ -32,11 +32,11 @@ from .masks import (
 from .trees import tree
 
 if TYPE_CHECKING:
+    from .attention import attention, attention_with_lse
     from .batches import Batch, shard_batch
     from .cost.choice import choose_layout
     from .decode_attention import CachedAttention
-    from .one_device import attention, attention_with_lse
-    from .ring.slices import ring_devices
+    from .devices.slices import ring_devices
     from .ring_attention import make_ring_attention, ring_attention
 
 __all__ = [
@@ -76,11 +76,11 @@ _LAZY = {
     "Batch": ".batches",
     "CachedAttention": ".decode_attention",
     "choose_layout": ".cost.choice",
-    "attention": ".one_device",
-    "attention_with_lse": ".one_device",
+    "attention": ".attention",
+    "attention_with_lse": ".attention",
     "make_ring_attention": ".ring_attention",
     "ring_attention": ".ring_attention",
-    "ring_devices": ".ring.slices",
+    "ring_devices": ".devices.slices",
     "shard_batch": ".batches",
 }
 

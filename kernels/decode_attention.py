@@ -139,7 +139,7 @@ class CachedAttention:
         keys, values: (Y, B, S, K, D). index: int32 (B, S), of the token in each slot.
         visible: k_start, k_end int32 (B or 1, m), half-open interval of the key indices
           of each query; an empty one gives zeros. Or several, (intervals, B or 1, m).
-        sinks: (H,), as in `one_device.attention`.
+        sinks: (H,), as in `attention.attention`.
 
         All slots must be finite, free ones too: see `masks`.
 

@@ -50,7 +50,7 @@ def ring_attention(
       are not refused here, as they are traced: see `checks.check_increasing`. Bounds do
       not say which tokens are padding: all operands must be finite, or see
       `Mask.fill_padding`.
-    scale, sinks, soft_cap, implementation: as in `one_device.attention`. The gradient
+    scale, sinks, soft_cap, implementation: as in `attention.attention`. The gradient
       of the sinks is that of this device's queries; `shard_map` adds up the devices'.
     ulysses_axis: mesh axis whose devices hold a shard's slots in slices.
     route: how keys and values travel. Default: half of them each way round between TPUs
@@ -122,7 +122,7 @@ def make_ring_attention(
       no device reads by what is known of the mask when it is traced: of a `window`, all
       but the neighbours.
     with_lse: attend returns (out, lse), lse (B, H, T) in the order of q, as in
-      `one_device.attention_with_lse`.
+      `attention.attention_with_lse`.
     check_masks: under `jit`, where values are not known, rows whose bounds or ids
       decrease along the sequence, or whose intervals share keys, give nan, also as
       gradients, instead of wrong numbers: bounds in natural order, ids in layout order.
@@ -132,7 +132,7 @@ def make_ring_attention(
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
       v (B, S, K, D), in layout order along T and S (see `layouts.permute`); `visible` a
       mask of `masks`, or bounds (B or 1, T) or (m, B or 1, T) in the order of q, and
-      sinks (H,), as in `one_device.attention`; within, a mask that shows all that the
+      sinks (H,), as in `attention.attention`; within, a mask that shows all that the
       bounds do, for a ring that sends no more than that: keys outside of it are not
       attended to. Outside of `jit` it compiles once for each mask, shape and type.
 

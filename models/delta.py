@@ -14,7 +14,7 @@ from models.sizes import DecoderConfig
 Mix = Callable[..., jax.Array]
 """Maps (qkv, kernels, log_decay, beta, positions) to results (B, T, H, V).
 
-As `kernels.delta_attention.make_delta_attention` says.
+As `kernels.delta.attention.make_delta_attention` says.
 """
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]

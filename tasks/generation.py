@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
 from kernels import masks
-from kernels.compiler import compiler_options
 from kernels.decode_attention import CachedAttention
-from kernels.delta_attention import advance
+from kernels.delta.attention import advance
+from kernels.devices.compiler import compiler_options
 from kernels.layouts import divisor, order, padded_length
 from models import cache as caches
 from models.abstract import joined

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
 from data.row_trees import RowTrees
-from kernels.chips import Chip
 from kernels.cost.choice import (
     Choice,
     layouts_of,
@@ -24,11 +23,12 @@ from kernels.cost.choice import (
     slower_links,
 )
 from kernels.cost.clock import Heads, RingCost, Times
-from kernels.cost.states import States
 from kernels.cost.work import Row, RowOnRing, document_spans
-from kernels.device import rings_both_ways
+from kernels.delta.runs import Runs
+from kernels.delta.states import States
+from kernels.devices.chips import Chip
+from kernels.devices.device import rings_both_ways
 from kernels.layouts import Layout, Striped, Zigzag
-from kernels.ring.runs import Runs
 from kernels.ring.ulysses import share_heads
 from models.memory import RERUN
 from tasks import corpora

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from kernels.compiler import compiler_options
+from kernels.devices.compiler import compiler_options
 from tasks.parts import Data
 from tasks.run import Run
 from tasks.state import abstract_frozen, identity, sharding_of

@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
-from kernels import chips
-from kernels.compiler import compiler_options
 from kernels.cost.choice import Choice, default_granule, known_chip
 from kernels.cost.work import Row
-from kernels.delta_attention import checked_runs, make_delta_attention
+from kernels.delta.attention import checked_runs, make_delta_attention
+from kernels.devices import chips
+from kernels.devices.compiler import compiler_options
 from kernels.layouts import Layout, padded_length
 from kernels.ring_attention import make_ring_attention
 from models.abstract import Model

@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
-from kernels import chips, layouts, masks
+from kernels import layouts, masks
+from kernels.devices import chips
 from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
 from models.memory import NEXT, Device, Execution, Kept, choose_chunk

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 
 from kernels import backends
-from kernels.device import device_kind, is_hopper
+from kernels.devices.device import device_kind, is_hopper
 
 KIND = device_kind()
 

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import backends, masks
-from kernels.one_device import attention
+from kernels.attention import attention
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.problems import Operands, Problem, relative_error
 from tools.lib.benchmarks.rows import (

@@ -52,8 +52,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernels import make_ring_attention, masks
 from kernels.backends import IMPLEMENTATIONS, choose
 from kernels.backends.tile_layout import BlockSizes
-from kernels.compiler import compiler_options
 from kernels.cost.choice import default_granule
+from kernels.devices.compiler import compiler_options
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks import rows

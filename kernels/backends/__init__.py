@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..device import device_kind, is_hopper
+from ..devices.device import device_kind, is_hopper
 from . import blockwise, reference
 
 TESTED_JAX = "0.11.2"

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..backends import blockwise
 from ..checks import whole_number
-from ..chips import CHIPS, Chip, find, measured
-from ..device import device_kind, rings_both_ways
+from ..devices.chips import CHIPS, Chip, find, measured
+from ..devices.device import device_kind, rings_both_ways
 from ..layouts import (
     Contiguous,
     Layout,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..chips import Chip
+from ..devices.chips import Chip
 from ..layouts import order
 from ..masks import Visible
 from ..ring.routes import (

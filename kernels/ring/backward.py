@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..backends.steps import BackwardSteps, Rows, backward_steps
-from ..device import is_cpu
+from ..devices.device import is_cpu
 from ..masks import Visible
 from ..merge import added
 from .chunks import (

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import layout as memory_layout
 
 from ..backends import Backend
-from ..device import is_cpu, is_tpu
+from ..devices.device import is_cpu, is_tpu
 from ..layouts import Layout
 from ..masks import Visible
 from ..placement import varying_over

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..device import is_tpu
+from ..devices.device import is_tpu
 from .chunks import BoundsTable, Chunks, Pair, Pairs, RingStep
 from .routes import Schedule
 

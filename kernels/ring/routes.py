@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..device import kernel_cores, rings_both_ways
+from ..devices.device import kernel_cores, rings_both_ways
 from ..layouts import Layout, Striped, Zigzag, order
 from ..masks import Visible
 

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import backends as backend
 from kernels import masks
+from kernels.attention import attention, attention_with_lse
 from kernels.masks import Visible
-from kernels.one_device import attention, attention_with_lse
 from tests.cases import in_tiers, table
 from tests.cases.attention import (
     BFLOAT16_RATIO,

@@ -9,9 +9,9 @@ import pytest
 from jax.experimental import checkify
 
 from kernels import backends, masks
+from kernels.attention import attention
 from kernels.checks import check_increasing
 from kernels.masks import Visible
-from kernels.one_device import attention
 from tests.cases import table
 
 X = jnp.ones((2, 8, 4, 6))

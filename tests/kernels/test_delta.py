@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from kernels import chips
-from kernels.cost.states import States
-from kernels.delta_attention import make_delta_attention
-from kernels.delta_rule import EPSILON
+from kernels.delta.attention import make_delta_attention
+from kernels.delta.rule import EPSILON
+from kernels.delta.runs import Runs
+from kernels.delta.states import States
+from kernels.devices import chips
 from kernels.layouts import (
     Contiguous,
     Layout,
@@ -25,7 +26,6 @@ from kernels.layouts import (
     permute,
     unpermute,
 )
-from kernels.ring.runs import Runs
 from tests.kernels.test_ring_transfers import permuted_shapes
 
 ROWS, TOKENS, KEY_HEADS, HEADS, DEPTH, VALUES, WIDTH = 2, 160, 2, 4, 6, 5, 4

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from kernels import chips, choose_layout, layouts
+from kernels import choose_layout, layouts
 from kernels.backends.tile_layout import BlockSizes
 from kernels.cost.choice import Choice, default_granule, options, ranked
 from kernels.cost.work import Row, RowOnRing
+from kernels.devices import chips
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag
 from kernels.masks import Visible
 from tests.cases import table

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kernels import masks
+from kernels.attention import attention_with_lse
 from kernels.backends import reference
-from kernels.one_device import attention_with_lse
 
 SCALE = 0.3
 forward = jax.jit(functools.partial(reference.forward, scale=SCALE))

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels import masks
+from kernels.attention import attention_with_lse
 from kernels.backends import blockwise, reference
-from kernels.one_device import attention_with_lse
 from kernels.ring import attend as ring
 from kernels.ring import backward as ring_backward
 from kernels.ring import comm as ring_comm

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels import masks
+from kernels.attention import attention
 from kernels.checks import check_increasing
 from kernels.masks import Visible
-from kernels.one_device import attention
 from kernels.ring.routes import Counted
 from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.cases import table

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kernels import layouts, masks
+from kernels.attention import attention
 from kernels.backends import reference
 from kernels.backends.steps import PlainForward
-from kernels.one_device import attention
 from kernels.ring import routes
 from kernels.ring.routes import (
     AllShards,

@@ -13,14 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from kernels.ring.slices import (
-    Shape,
-    across_slices,
-    by_slice,
-    lay_out,
-    ring_devices,
-)
-from kernels.ring.torus import (
+from kernels.devices.slices import Shape, across_slices, by_slice, lay_out, ring_devices
+from kernels.devices.torus import (
     closed_walk,
     coords_of,
     in_boxes,

@@ -18,11 +18,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from kernels.backends import IMPLEMENTATIONS
-from kernels.compiler import compiler_options
+from kernels.devices.compiler import compiler_options
+from kernels.devices.torus import ring_along
 from kernels.layouts import Striped
 from kernels.masks import Mask, causal
 from kernels.ring.routes import all_shards
-from kernels.ring.torus import ring_along
 from kernels.ring_attention import make_ring_attention
 from kernels.trees import tree
 from tests.ring_layers import (

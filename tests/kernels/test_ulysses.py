@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
 from kernels import masks
-from kernels.compiler import compiler_options
+from kernels.devices.compiler import compiler_options
 from kernels.ring.ulysses import HeadShares, share_heads
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table

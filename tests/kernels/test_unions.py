@@ -7,9 +7,9 @@ import pytest
 
 from kernels import layouts as layout
 from kernels import masks
+from kernels.attention import attention
 from kernels.backends import reference
 from kernels.masks import Visible
-from kernels.one_device import attention
 from kernels.ring import routes
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from data.document_mask import DocumentMask
-from kernels import chips, layouts
+from kernels import layouts
 from kernels.cost import clock
 from kernels.cost.clock import PRODUCTS, Heads, RingCost
 from kernels.cost.work import TILE, Row, RowOnRing, document_spans
+from kernels.devices import chips
 from kernels.masks import Visible
 from kernels.ring.comm import Ring
 from kernels.ring.routes import ONE_WAY, AllShards, Counted

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels import chips
-from kernels.ring.torus import wraps
+from kernels.devices import chips
+from kernels.devices.torus import wraps
 from tests.cases import pairs
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.hlo_text import arrays

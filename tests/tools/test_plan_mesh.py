@@ -9,11 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kernels import chips
 from kernels.backends.tile_layout import BlockSizes
-from kernels.chips import measured
 from kernels.cost.clock import PRODUCTS
 from kernels.cost.work import Row, RowOnRing
+from kernels.devices import chips
+from kernels.devices.chips import measured
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
 from models.abstract import Model

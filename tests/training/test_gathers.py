@@ -7,9 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import chips
-from kernels.compiler import compiler_options
-from kernels.ring import torus
+from kernels.devices import chips, torus
+from kernels.devices.compiler import compiler_options
 from models.adapters import multiply
 from models.sizes import Lora
 from tests.cases.attention import QUICK

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels.ring import torus
+from kernels.devices import torus
 from tasks.text import TextRun
 from tests.cases import table
 from tests.cases.attention import QUICK

@@ -12,8 +12,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from tensorboard.summary.writer import event_file_writer
 
-from kernels import chips
-from kernels.chips import CHIPS
+from kernels.devices import chips
+from kernels.devices.chips import CHIPS
 from tests.cases import table
 from tests.small.runs import read_scalars
 from training.reports import sinks

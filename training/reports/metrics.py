@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 
-from kernels import chips
+from kernels.devices import chips
 
 
 def peak_bytes() -> int | None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.ring.torus import Groups
+from kernels.devices.torus import Groups
 
 Stages = tuple[tuple[str, Groups | None], ...]
 """Axes of a mesh, and which of their devices take part in a collective together."""

@@ -26,8 +26,8 @@ from jax.sharding import (
     PartitionSpec,
 )
 
-from kernels.ring.slices import lay_out
-from kernels.ring.torus import is_closed, pairs_along
+from kernels.devices.slices import lay_out
+from kernels.devices.torus import is_closed, pairs_along
 from training.sharding.gathers import Stages, Way, gather, multiply
 
 MESH_AXES = ("data", "fsdp", "ring", "ulysses", "tensor")

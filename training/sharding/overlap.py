@@ -1,6 +1,6 @@
 """XLA options with which collectives of parameters run beside a step's compute."""
 
-from kernels.chips import Chip
+from kernels.devices.chips import Chip
 
 OFFLOADS = (
     "xla_tpu_enable_sparse_core_collective_offload_all_gather",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...device import device_kind, is_hopper
+from ...devices.device import device_kind, is_hopper
 from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E, Scores, exponent_factors, forward_factors

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels import chips
+from kernels.devices import chips
 from tools.lib.files import write_json
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,9 +19,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels import chips
-from kernels.chips import Chip
-from kernels.ring.torus import wraps
+from kernels.devices import chips
+from kernels.devices.chips import Chip
+from kernels.devices.torus import wraps
 
 GPUS_OF_A_HOST = 8
 MOST_HOSTS = 64

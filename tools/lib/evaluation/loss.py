@@ -28,7 +28,7 @@ from data.batch import Batch
 from data.mixture import check_alike
 from data.rows import iterate
 from data.text.token_file import TokenFile
-from kernels.compiler import compiler_options
+from kernels.devices.compiler import compiler_options
 from tasks import corpora
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import restored_parameters

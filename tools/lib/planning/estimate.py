@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kernels.chips import Chip
 from kernels.cost.clock import PRODUCTS, source
-from kernels.device import kernel_cores
+from kernels.devices.chips import Chip
+from kernels.devices.device import kernel_cores
 from tasks.layout_choice import ring_passes
 from tasks.run import Run
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program

@@ -23,9 +23,9 @@ from typing import Any
 
 import ml_collections
 
-from kernels.chips import Chip
 from kernels.cost.choice import Choice
 from kernels.cost.clock import RingCost
+from kernels.devices.chips import Chip
 from tasks.layout_choice import name_of, ring_passes, state_times, typical_rows
 from tasks.run import Run
 from tasks.state import abstract_frozen

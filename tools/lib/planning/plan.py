@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.chips import Chip, measured
+from kernels.devices.chips import Chip, measured
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.estimate import (

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
-from kernels.chips import Chip
+from kernels.devices.chips import Chip
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.hlo_text import COLLECTIVES, Array, Computation, Operation
 

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from kernels.chips import Chip
+from kernels.devices.chips import Chip
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
 from tools.lib.planning.estimate import PARTS, Estimate, bytes_per_second

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from .checks import checked_axes
-from .delta_rule import after, gated_delta, normalised, short_convolution
-from .layouts import Layout, check_length
-from .placement import resharded
-from .precision import product
-from .ring.runs import Runs
+from ..checks import checked_axes
+from ..layouts import Layout, check_length
+from ..placement import resharded
+from ..precision import product
+from .rule import after, gated_delta, normalised, short_convolution
+from .runs import Runs
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]
 """Of queries, keys and values: tokens (B, T, H, D), or kernels (W, H, D) of each."""

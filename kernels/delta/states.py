@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..chips import Chip
-from ..delta_rule import CHUNK
-from ..ring.runs import Runs
-from .clock import FLOAT32
+from ..cost.clock import FLOAT32
+from ..devices.chips import Chip
+from .rule import CHUNK
+from .runs import Runs
 
 TPU_SLOWER = 6
 """Times that a float32 product takes as long as one of bfloat16: a TPU's passes."""

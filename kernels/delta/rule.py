@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
-from .precision import product
+from ..precision import product
 
 CHUNK = 64
 """Tokens of a chunk at most."""

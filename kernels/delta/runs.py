@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..delta_rule import after
 from ..layouts import Layout, order
+from .rule import after
 
 
 class Move(NamedTuple):

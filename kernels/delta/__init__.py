@@ -1,0 +1,1 @@
+"""Gated DeltaNet: linear attention whose states travel between devices."""
