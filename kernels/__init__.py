@@ -4,6 +4,8 @@ from annulus import Striped, causal, make_ring_attention, permute
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .checks import check_increasing
@@ -85,14 +87,28 @@ _LAZY = {
 }
 
 
+class _Package(ModuleType):
+    """Keeps a function's name from the submodule that has the same name.
+
+    Python sets `package.ring_attention` to the file whenever anything imports it, so
+    without this the order of two imports decides whether the function can be called.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _LAZY and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _LAZY[name]
-    module = importlib.import_module(home, __name__)
-    # All of its names, or the submodule `ring_attention` stands for the function.
-    globals().update({n: getattr(module, n) for n in _LAZY if _LAZY[n] == home})
-    return globals()[name]
+    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
