@@ -27,7 +27,7 @@ class RowTrees(NamedTuple):
     def of(cls, segments: np.ndarray, begin: int, stop: int) -> "RowTrees":
         """Finds the segments of a row, [begin, stop) of a stream of whole documents.
 
-        segments: int64 (s, 2), as of `data.text.token_file.TokenFile`.
+        segments: int64 (s, 2), as of `data.text.tokens.token_file.TokenFile`.
         """
         first, end = np.searchsorted(segments[:, 0], (begin, stop))
         begins, back = segments[first:end].T

@@ -23,7 +23,7 @@ from data.batch import Batch, Block
 from data.column_order import ColumnOrder
 from data.document_mask import DocumentMask
 from data.row_trees import RowTrees
-from data.text.token_file import TokenFile
+from data.text.tokens.token_file import TokenFile
 from kernels.layouts import Layout, padded_length
 
 

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 
 from configs import agents
 from data.remote import as_path
-from data.text.skipped import printable
+from data.text.reading.skipped import printable
 from tasks import run_config
 from tasks.config_errors import fields_by_name
 

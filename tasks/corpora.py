@@ -10,10 +10,10 @@ from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shar
 from data.packed import digest
 from data.remote import as_path
 from data.rows import ROW_PLANS, CorpusRows, InOrder, RowOrder, RowPlan, Shuffled
-from data.text import token_file
 from data.text.corpus import prepare_standard_library
-from data.text.token_file import TokenFile
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens import token_file
+from data.text.tokens.token_file import TokenFile
+from data.text.tokens.tokenizer import ByteTokenizer
 from tasks.config_errors import names_fields
 from tasks.systems import document_mask
 

@@ -12,7 +12,7 @@ import numpy as np
 from data.batch import Batch
 from data.document_mask import DocumentMask
 from data.rows import PackedRows, WholeRows
-from data.text.token_file import TokenFile
+from data.text.tokens.token_file import TokenFile
 from kernels.layouts import Contiguous, Layout, order
 from tests.small.corpora import make_corpus
 from tests.written_out import WrittenOut

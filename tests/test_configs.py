@@ -25,7 +25,7 @@ from configs import (
     models,
     tiny,
 )
-from data.text.token_file import TokenFileWriter
+from data.text.tokens.token_file import TokenFileWriter
 from kernels.layouts import check_length
 from models.memory import REMAT_POLICIES, Execution
 from models.rope import RopeScaling

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data.text.corpus import prepare
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from kernels.cost.choice import Choice
 from kernels.layouts import Layout, Striped
 from kernels.ring import routes

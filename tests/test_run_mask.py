@@ -14,8 +14,8 @@ import pytest
 
 from data.batch import Batch
 from data.document_mask import DocumentMask
-from data.text.token_file import TokenFileWriter
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens.token_file import TokenFileWriter
+from data.text.tokens.tokenizer import ByteTokenizer
 from kernels import layouts
 from kernels.layouts import permute, unpermute
 from kernels.masks import Visible

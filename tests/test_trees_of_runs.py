@@ -12,8 +12,8 @@ import pytest
 from data.chat.chat_template import ChatTemplate
 from data.chat.corpus import ChatEncoder, prepare_chats
 from data.rows import InOrder, TextBatches
-from data.text import prefix_tree
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens import prefix_tree
+from data.text.tokens.tokenizer import ByteTokenizer
 from tasks import corpora
 from tasks.layout_choice import typical_rows
 from tests.cases import table

@@ -35,7 +35,7 @@ from data.document_mask import DocumentMask
 from data.files import new_directory, refuse_existing
 from data.json_text import read_json_object
 from data.remote import as_path
-from data.text.tokenizer_files import read_chat_template, write_tokenizer
+from data.text.tokens.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
 from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora

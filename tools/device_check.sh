@@ -110,8 +110,8 @@ fi
 import sys
 from pathlib import Path
 
-from data.text.token_file import SPLITS, TokenFileWriter
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens.token_file import SPLITS, TokenFileWriter
+from data.text.tokens.tokenizer import ByteTokenizer
 
 text = "\n".join(path.read_text() for path in sorted(Path().glob("[a-z]*/**/*.py")))
 with TokenFileWriter(Path(sys.argv[1]), ByteTokenizer()) as writer:

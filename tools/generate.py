@@ -10,8 +10,9 @@
 The config is the run's own; its mesh may be another (--config.mesh.ring=…). Without
 --prompt, each line of the console (or of standard input) is a prompt. The text is
 printed token by token, without the prompt. It ends with a stop token of the tokenizer
-(see data/text/tokenizer_files.py), or after --max-tokens. With --samples n, a prompt is
-answered n times from one cache of it; the texts are printed once all have ended.
+(see data/text/tokens/tokenizer_files.py), or after --max-tokens. With --samples n, a
+prompt is answered n times from one cache of it; the texts are printed once all have
+ended.
 
 With --chat a prompt is what the user of a chat says, in the template of the corpus that
 the model was trained on, or else of its tokenizer. The text is the reply, which also
@@ -36,15 +37,15 @@ import ml_collections
 import numpy as np
 
 from data.chat.chat_template import FORMATS, OWN, ChatTemplate, Message, open_template
-from data.text.token_file import TokenFile
-from data.text.tokenizer import (
+from data.text.tokens.token_file import TokenFile
+from data.text.tokens.tokenizer import (
     ByteTokenizer,
     TextStream,
     Tokenizer,
     begun,
     open_tokenizer,
 )
-from data.text.tokenizer_files import SAMPLING, read_sampling
+from data.text.tokens.tokenizer_files import SAMPLING, read_sampling
 from models.decode import Generator, Held
 from models.sampling import Sampling
 from tasks import corpora

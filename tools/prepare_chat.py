@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from configs import tiny
 from data.chat.chat_template import FORMATS, OWN, open_template
 from data.chat.corpus import TOO_LONG, ChatEncoder, prepare_chats
-from data.text.tokenizer_files import read_chat_template
+from data.text.tokens.tokenizer_files import read_chat_template
 from tasks.command_line import as_program, at_least
 from tools.lib.prepare import (
     chosen_tokenizer,

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.chat.template_text import PROBE, Exchange, Message, TemplateText, replies_of
-from data.text.prefix_tree import Document, as_mask
-from data.text.skipped import names_special_tokens
-from data.text.tokenizer import END_OF_DOCUMENT_NAMES, Tokenizer
-from data.text.tokenizer_files import BEGIN_NAMES, read_chat_template
+from data.text.reading.skipped import names_special_tokens
+from data.text.tokens.prefix_tree import Document, as_mask
+from data.text.tokens.tokenizer import END_OF_DOCUMENT_NAMES, Tokenizer
+from data.text.tokens.tokenizer_files import BEGIN_NAMES, read_chat_template
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode noncharacters. One of them breaks up special-token names in user text."""

@@ -1,6 +1,6 @@
 """Conversations in the formats of ShareGPT and of OpenAI, and groups of them.
 
-A row (see data/text/row_files.py) is one of
+A row (see data/text/reading/row_files.py) is one of
 
     {"id": "…", "conversations": [{"from": "human", "value": "…"},
                                   {"from": "gpt", "value": "…"}, …]}
@@ -30,8 +30,8 @@ from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 from data.json_text import is_unicode, short
-from data.text.row_files import FORMATS, InputFile, ending, read_rows
-from data.text.skipped import BadRow
+from data.text.reading.row_files import FORMATS, InputFile, ending, read_rows
+from data.text.reading.skipped import BadRow
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import numpy as np
 from data.chat.chat_template import ChatTemplate
 from data.chat.conversation import Conversation, Row, read_conversations
 from data.text.corpus import Summary, write_corpus
-from data.text.parts import Counts
-from data.text.prefix_tree import Document, join_within
-from data.text.row_files import InputFile
-from data.text.skipped import SPECIAL, BadRow, names_special_tokens
-from data.text.token_file import TokenFileWriter
+from data.text.reading.parts import Counts
+from data.text.reading.row_files import InputFile
+from data.text.reading.skipped import SPECIAL, BadRow, names_special_tokens
+from data.text.tokens.prefix_tree import Document, join_within
+from data.text.tokens.token_file import TokenFileWriter
 
 TOO_LONG = {
     "truncate": "--too-long split, or a larger --context-tokens,",

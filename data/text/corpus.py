@@ -16,15 +16,28 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from data.text.holdout import Holdout
-from data.text.input_files import Inputs, files_in, list_inputs
-from data.text.parts import Counts, Encoded, PartMaker, Rows, parts_beside, read_encoded
-from data.text.prefix_tree import Document
-from data.text.row_files import InputFile, TextDocument, read_documents
-from data.text.skipped import BadRow, Skipped, check_markup, find_markup, printable
-from data.text.token_file import SPLITS, TokenFile, TokenFileWriter
-from data.text.tokenizer import ByteTokenizer, Tokenizer
-from data.text.workers import make_parts
+from data.text.reading.holdout import Holdout
+from data.text.reading.input_files import Inputs, files_in, list_inputs
+from data.text.reading.parts import (
+    Counts,
+    Encoded,
+    PartMaker,
+    Rows,
+    parts_beside,
+    read_encoded,
+)
+from data.text.reading.row_files import InputFile, TextDocument, read_documents
+from data.text.reading.skipped import (
+    BadRow,
+    Skipped,
+    check_markup,
+    find_markup,
+    printable,
+)
+from data.text.reading.workers import make_parts
+from data.text.tokens.prefix_tree import Document
+from data.text.tokens.token_file import SPLITS, TokenFile, TokenFileWriter
+from data.text.tokens.tokenizer import ByteTokenizer, Tokenizer
 
 # Parts of Python's installation that are not its library, or only its tests.
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
@@ -101,8 +114,8 @@ def write_corpus(
 ) -> Summary:
     """Writes a corpus from files and directories.
 
-    Rows are encoded once, to parts beside the corpus (see data/text/parts.py), whose
-    documents are then copied to their splits.
+    Rows are encoded once, to parts beside the corpus (see data/text/reading/parts.py),
+    whose documents are then copied to their splits.
 
     Args:
       writer: of the corpus. rows: reads and encodes rows.

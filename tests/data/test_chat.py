@@ -10,10 +10,10 @@ from data.chat.chat_template import ChatTemplate, open_template
 from data.chat.conversation import Conversation, Row, read_conversations
 from data.chat.conversation import parse_conversation as parse
 from data.chat.corpus import ChatEncoder, prepare_chats
-from data.text.row_files import InputFile
-from data.text.skipped import BadRow
-from data.text.token_file import TokenFile
-from data.text.tokenizer import ByteTokenizer
+from data.text.reading.row_files import InputFile
+from data.text.reading.skipped import BadRow
+from data.text.tokens.token_file import TokenFile
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import pairs
 
 BYTES = ByteTokenizer()

@@ -24,7 +24,7 @@ from data.chat.chat_template import (
     open_template,
 )
 from data.chat.conversation import Conversation
-from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 from tests.small.chats import FAMILIES, INST, PHI, QWEN, Family

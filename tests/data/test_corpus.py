@@ -10,11 +10,11 @@ import pytest
 
 from data.text import corpus
 from data.text.corpus import prepare, prepare_standard_library
-from data.text.holdout import Holdout, mark
-from data.text.row_files import read_documents
-from data.text.skipped import SPECIAL, find_markup
-from data.text.token_file import TokenFile
-from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.reading.holdout import Holdout, mark
+from data.text.reading.row_files import read_documents
+from data.text.reading.skipped import SPECIAL, find_markup
+from data.text.tokens.token_file import TokenFile
+from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table
 
 

@@ -15,9 +15,9 @@ from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, top_ep
 from data.agents.trajectory_file import identify as identify_steps
 from data.files import refuse_existing
 from data.packed import StoredArray
-from data.text import token_file
-from data.text.token_file import TokenFile, TokenFileWriter, identify
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens import token_file
+from data.text.tokens.token_file import TokenFile, TokenFileWriter, identify
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
 from tests.fuzzing import set_field
 

@@ -16,10 +16,11 @@ import pytest
 
 from data.chat.chat_template import open_template
 from data.chat.corpus import ChatEncoder, prepare_chats
-from data.text import corpus, parts, units
+from data.text import corpus
 from data.text.corpus import prepare
-from data.text.token_file import TokenFileWriter
-from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.reading import parts, units
+from data.text.tokens.token_file import TokenFileWriter
+from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
 from tests import tables
 from tests.data.test_chat import rows as chats
 from tests.data.test_corpus import fill
@@ -260,7 +261,7 @@ import time
 from pathlib import Path
 from data.text import units
 from data.text.corpus import prepare
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 
 class Slow(ByteTokenizer):
     def encode_all(self, texts, **options):

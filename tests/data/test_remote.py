@@ -7,10 +7,10 @@ from data import remote
 from data.batch import Block
 from data.remote import as_path
 from data.rows import InOrder, PackedRows, TextBatches
-from data.text import token_file
 from data.text.corpus import prepare
-from data.text.token_file import TokenFile, TokenFileWriter
-from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens import token_file
+from data.text.tokens.token_file import TokenFile, TokenFileWriter
+from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
 from kernels.layouts import Contiguous, Zigzag
 from tests.data.test_parts import NAMES, content, make_inputs
 from tests.data.test_tokenizer import make_hugging_face

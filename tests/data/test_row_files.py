@@ -12,12 +12,12 @@ from pyarrow import ipc, parquet
 
 from data import json_text
 from data.json_text import parse_json, read_json_object
-from data.text import row_files
 from data.text.corpus import prepare
-from data.text.input_files import list_inputs
-from data.text.row_files import InputFile, read_documents, read_rows
-from data.text.skipped import BadRow
-from data.text.tokenizer import ByteTokenizer
+from data.text.reading import row_files
+from data.text.reading.input_files import list_inputs
+from data.text.reading.row_files import InputFile, read_documents, read_rows
+from data.text.reading.skipped import BadRow
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests import tables
 from tests.cases import table
 from tests.fuzzing import damaged, fuzz

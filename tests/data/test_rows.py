@@ -21,8 +21,8 @@ from data.rows import (
     WholeRows,
     iterate,
 )
-from data.text import document_starts
-from data.text.token_file import TokenFile, TokenFileWriter
+from data.text.tokens import document_starts
+from data.text.tokens.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
 from tests.fuzzing import set_field
 from tests.small.corpora import (

@@ -6,8 +6,8 @@ import pytest
 
 from data.files import describe_file
 from data.rows import PackedRows
-from data.text.token_file import TokenFile, TokenFileWriter, identify
-from data.text.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.token_file import TokenFile, TokenFileWriter, identify
+from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
 from tests.cases import table
 from tests.data import test_packed
 from tests.data.test_packed import overwrite

@@ -6,7 +6,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import models
 
-from data.text.tokenizer import (
+from data.text.tokens.tokenizer import (
     ByteTokenizer,
     TextStream,
     Tokenizer,

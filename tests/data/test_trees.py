@@ -8,9 +8,9 @@ import pytest
 from data.document_mask import DocumentMask
 from data.row_trees import RowTrees
 from data.rows import WholeRows
-from data.text import prefix_tree
-from data.text.prefix_tree import Document, are_parts, join, join_within
-from data.text.token_file import TokenFile, TokenFileWriter
+from data.text.tokens import prefix_tree
+from data.text.tokens.prefix_tree import Document, are_parts, join, join_within
+from data.text.tokens.token_file import TokenFile, TokenFileWriter
 from kernels.cost.work import Row, RowOnRing
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.trees import tree

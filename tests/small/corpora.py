@@ -6,7 +6,7 @@ import numpy as np
 
 from data.batch import Batch, Block
 from data.rows import Shuffled, TextBatches
-from data.text.token_file import TokenFile, TokenFileWriter
+from data.text.tokens.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous
 
 # Every token is its own place in the stream, so that no mix-up can go unseen.

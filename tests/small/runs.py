@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing import event_accumulator, io_wrapper
 import train
 from configs import tiny
 from data.text.corpus import prepare
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.cases import table
 from tests.processes import run_program

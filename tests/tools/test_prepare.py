@@ -14,9 +14,9 @@ import train
 from configs import tiny
 from data.chat.chat_template import format_source
 from data.text.corpus import prepare
-from data.text.token_file import TokenFile, identify
-from data.text.tokenizer import ByteTokenizer, open_tokenizer
-from data.text.tokenizer_files import read_chat_template
+from data.text.tokens.token_file import TokenFile, identify
+from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer_files import read_chat_template
 from tasks import run_config
 from tasks.command_line import read_config
 from tasks.task import check, make_run

@@ -10,8 +10,8 @@ import pytest
 
 from data.retrieval.lines import FORMS
 from data.rows import WholeRows
-from data.text.token_file import TokenFile
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens.token_file import TokenFile
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import pairs, table
 from tools.lib.retrieval.scores import (
     match_all,

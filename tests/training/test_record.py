@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from data.text.corpus import prepare
-from data.text.tokenizer import ByteTokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.processes import Processes, free_port
 from tests.small.runs import small_config

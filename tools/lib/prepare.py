@@ -15,11 +15,11 @@ import ml_collections
 from configs import fine_tune
 from data.remote import as_path
 from data.rows import ROW_PLANS
-from data.text.input_files import EVERY_FILE
-from data.text.row_files import FORMATS
-from data.text.skipped import MOST_REPORTED, BadRow
-from data.text.token_file import TokenFile
-from data.text.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from data.text.reading.input_files import EVERY_FILE
+from data.text.reading.row_files import FORMATS
+from data.text.reading.skipped import MOST_REPORTED, BadRow
+from data.text.tokens.token_file import TokenFile
+from data.text.tokens.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from tasks.command_line import Parser, at_least, share
 
 

@@ -27,7 +27,7 @@ from data import remote
 from data.batch import Batch
 from data.mixture import check_alike
 from data.rows import iterate
-from data.text.token_file import TokenFile
+from data.text.tokens.token_file import TokenFile
 from kernels.devices.compiler import compiler_options
 from tasks import corpora
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least

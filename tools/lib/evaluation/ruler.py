@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from data.json_text import parse_json
 from data.retrieval.lines import FORMS
-from data.text.tokenizer import Tokenizer
+from data.text.tokens.tokenizer import Tokenizer
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.chat.chat_template import ChatTemplate
-from data.text.tokenizer import Tokenizer, begun
+from data.text.tokens.tokenizer import Tokenizer, begun
 
 DRAWS = 100
 """Of a prompt with the smallest haystack, before it is said not to fit."""

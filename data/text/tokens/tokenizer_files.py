@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from data.json_text import read_json_object, short
 
 if TYPE_CHECKING:
-    from data.text.tokenizer import Tokenizer
+    from data.text.tokens.tokenizer import Tokenizer
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"

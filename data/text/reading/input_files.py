@@ -16,8 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.remote import reach
-from data.text.row_files import FORMATS, TABLES, InputFile, check_beginning, ending
-from data.text.skipped import BadRow, Skipped
+from data.text.reading.row_files import (
+    FORMATS,
+    TABLES,
+    InputFile,
+    check_beginning,
+    ending,
+)
+from data.text.reading.skipped import BadRow, Skipped
 
 EVERY_FILE = "*"
 TRAIN = "train"

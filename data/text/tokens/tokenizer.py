@@ -3,7 +3,7 @@
 `open_tokenizer` chooses one: plain bytes, which needs no file and no library, a
 Hugging Face `tokenizer.json`, or a SentencePiece `.model` (LLaMA 1 and 2). The files of
 the model that lie beside it say which tokens begin and end a text
-(data/text/tokenizer_files.py).
+(data/text/tokens/tokenizer_files.py).
 """
 
 import os
@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.remote import as_path, reach
-from data.text.tokenizer_files import TOKENIZER_CONFIG, read_names, read_stop_tokens
+from data.text.tokens.tokenizer_files import (
+    TOKENIZER_CONFIG,
+    read_names,
+    read_stop_tokens,
+)
 
 if TYPE_CHECKING:
     import tokenizers

@@ -29,13 +29,13 @@ import numpy as np
 
 from data.files import beside, describe_file, naming_failed, refuse_existing
 from data.packed import digest
-from data.text import units
-from data.text.holdout import mark
-from data.text.prefix_tree import Document, as_mask
-from data.text.row_files import InputFile
-from data.text.skipped import MOST_REPORTED, BadRow, Skipped
-from data.text.tokenizer import Tokenizer
-from data.text.units import Unit
+from data.text.reading import units
+from data.text.reading.holdout import mark
+from data.text.reading.row_files import InputFile
+from data.text.reading.skipped import MOST_REPORTED, BadRow, Skipped
+from data.text.reading.units import Unit
+from data.text.tokens.prefix_tree import Document, as_mask
+from data.text.tokens.tokenizer import Tokenizer
 
 # Encoded together: enough for every core, and little enough to hold in memory.
 CHARACTERS_AT_A_TIME = 1 << 20

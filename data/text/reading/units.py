@@ -12,7 +12,13 @@ from pathlib import Path
 
 from data.json_text import MOST_OF_ONE
 from data.remote import open_binary
-from data.text.row_files import JSON_LINES, InputFile, Span, naming, rows_of_groups
+from data.text.reading.row_files import (
+    JSON_LINES,
+    InputFile,
+    Span,
+    naming,
+    rows_of_groups,
+)
 
 UNIT_BYTES = 1 << 26
 """Of a unit, as it lies on the disk: half a minute of tokenizing."""

@@ -36,10 +36,10 @@ from data.files import describe_file
 from data.json_text import short
 from data.packed import PackedFormat, PackedWriter, StoredArray, truth, whole_number
 from data.remote import as_path
-from data.text.document_starts import DocumentStarts
-from data.text.prefix_tree import are_parts
-from data.text.tokenizer import Tokenizer
-from data.text.tokenizer_files import write_tokenizer
+from data.text.tokens.document_starts import DocumentStarts
+from data.text.tokens.prefix_tree import are_parts
+from data.text.tokens.tokenizer import Tokenizer
+from data.text.tokens.tokenizer_files import write_tokenizer
 
 SPLITS = ("train", "validation")
 SOURCES = "sources.jsonl"

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from data.json_text import MOST_OF_ONE, check_size, is_unicode, parse_json, short
 from data.remote import is_bucket, open_binary
-from data.text.skipped import BadRow
+from data.text.reading.skipped import BadRow
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 TABLES = (".parquet", ".arrow", ".feather")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.text import units
-from data.text.parts import Part, PartMaker, open_part
-from data.text.row_files import InputFile
-from data.text.units import Unit, units_of
+from data.text.reading import units
+from data.text.reading.parts import Part, PartMaker, open_part
+from data.text.reading.row_files import InputFile
+from data.text.reading.units import Unit, units_of
 
 Start = Callable[[Unit], Callable[[], Path]]
 """Begins with a unit; what it returns waits until its part is made, and says where."""
