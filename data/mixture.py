@@ -18,8 +18,8 @@ import numpy as np
 from data.batch import Batch
 from data.files import describe_file
 from data.rows import CorpusRows, RowOrder
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from data.text.tokens.tokenizer import open_tokenizer
 
 
 def parse_mixture(text: str) -> dict[str, float | None]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from data.chat.chat_template import format_source
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from data.text.tokens.tokenizer import open_tokenizer
 from tests import tables
 from tests.cases import table
 from tests.small.chats import FAMILIES

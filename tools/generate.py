@@ -37,14 +37,9 @@ import ml_collections
 import numpy as np
 
 from data.chat.chat_template import FORMATS, OWN, ChatTemplate, Message, open_template
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from data.text.tokens.tokenizer import (
-    ByteTokenizer,
-    TextStream,
-    Tokenizer,
-    begun,
-    open_tokenizer,
-)
+from data.text.tokens.tokenizer import ByteTokenizer, TextStream, Tokenizer, begun
 from data.text.tokens.tokenizer_files import SAMPLING, read_sampling
 from models.decode import Generator, Held
 from models.sampling import Sampling

@@ -32,8 +32,9 @@ from data.retrieval.lines import (
     record_of_length,
 )
 from data.text.corpus import Summary
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFileWriter
-from data.text.tokens.tokenizer import ByteTokenizer, Tokenizer, begun, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer, Tokenizer, begun
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.prepare import train_command
 

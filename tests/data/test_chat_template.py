@@ -24,7 +24,8 @@ from data.chat.chat_template import (
     open_template,
 )
 from data.chat.conversation import Conversation
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.published import open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
 from tests.small.chats import FAMILIES, INST, PHI, QWEN, Family

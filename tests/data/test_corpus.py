@@ -13,8 +13,9 @@ from data.text.corpus import prepare, prepare_standard_library
 from data.text.reading.holdout import Holdout, mark
 from data.text.reading.row_files import read_documents
 from data.text.reading.skipped import SPECIAL, find_markup
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
 
 

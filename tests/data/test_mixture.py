@@ -10,8 +10,8 @@ from data.batch import Block
 from data.mixture import MixedOrder, MixedRows, check_alike, parse_mixture, shares
 from data.rows import InOrder, PackedRows, Shuffled, TextBatches
 from data.text.corpus import prepare
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from data.text.tokens.tokenizer import open_tokenizer
 from kernels.layouts import Striped
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face

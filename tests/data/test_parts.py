@@ -19,8 +19,9 @@ from data.chat.corpus import ChatEncoder, prepare_chats
 from data.text import corpus
 from data.text.corpus import prepare
 from data.text.reading import parts, units
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFileWriter
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests import tables
 from tests.data.test_chat import rows as chats
 from tests.data.test_corpus import fill

@@ -9,8 +9,9 @@ from data.remote import as_path
 from data.rows import InOrder, PackedRows, TextBatches
 from data.text.corpus import prepare
 from data.text.tokens import token_file
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile, TokenFileWriter
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from kernels.layouts import Contiguous, Zigzag
 from tests.data.test_parts import NAMES, content, make_inputs
 from tests.data.test_tokenizer import make_hugging_face

@@ -6,8 +6,9 @@ import pytest
 
 from data.files import describe_file
 from data.rows import PackedRows
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile, TokenFileWriter, identify
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
 from tests.data import test_packed
 from tests.data.test_packed import overwrite

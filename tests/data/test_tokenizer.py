@@ -6,13 +6,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import models
 
-from data.text.tokens.tokenizer import (
-    ByteTokenizer,
-    TextStream,
-    Tokenizer,
-    begun,
-    open_tokenizer,
-)
+from data.text.tokens.published import open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer, TextStream, Tokenizer, begun
 from tests.cases import table
 from tests.small.chats import Family
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from data.text.corpus import prepare
-from data.text.tokens.tokenizer import open_tokenizer
+from data.text.tokens.published import open_tokenizer
 from models.sizes import LanguageModelConfig
 from tasks import run_config, state, text
 from tasks.command_line import read_config

@@ -11,7 +11,8 @@ import pytest
 
 from data.chat.chat_template import open_template
 from data.text.corpus import prepare
-from data.text.tokens.tokenizer import ByteTokenizer, begun, open_tokenizer
+from data.text.tokens.published import open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer, begun
 from models.decode import NOTHING
 from tasks import run_config, text
 from tasks.generation import restored_parameters

@@ -19,8 +19,9 @@ import pytest
 from data.chat.chat_template import open_template
 from data.chat.conversation import Conversation
 from data.text.corpus import prepare
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from data.text.tokens.tokenizer_files import write_tokenizer
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling

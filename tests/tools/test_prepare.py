@@ -14,8 +14,9 @@ import train
 from configs import tiny
 from data.chat.chat_template import format_source
 from data.text.corpus import prepare
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile, identify
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from data.text.tokens.tokenizer_files import read_chat_template
 from tasks import run_config
 from tasks.command_line import read_config

@@ -11,7 +11,8 @@ import pytest
 
 from data.chat.chat_template import open_template
 from data.retrieval.lines import FORMS
-from data.text.tokens.tokenizer import ByteTokenizer, open_tokenizer
+from data.text.tokens.published import open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer
 from tests.small import chats
 from tools.lib.retrieval.prompts import Encoder, Prompt, Room
 from tools.lib.ruler.sources import (

@@ -18,8 +18,9 @@ from data.rows import ROW_PLANS
 from data.text.reading.input_files import EVERY_FILE
 from data.text.reading.row_files import FORMATS
 from data.text.reading.skipped import MOST_REPORTED, BadRow
+from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from data.text.tokens.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from data.text.tokens.tokenizer import ByteTokenizer, Tokenizer
 from tasks.command_line import Parser, at_least, share
 
 

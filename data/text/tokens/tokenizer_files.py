@@ -10,12 +10,10 @@ How chats are written is in chat_template.jinja, or in a field of other files.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.json_text import read_json_object, short
-
-if TYPE_CHECKING:
-    from data.text.tokens.tokenizer import Tokenizer
+from data.text.tokens.tokenizer import Tokenizer
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -32,7 +30,7 @@ FILES = (
 )
 
 
-def read_stop_tokens(tokenizer: "Tokenizer") -> tuple[int, ...]:
+def read_stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the ids, each once, the one that ends a document first; () if unknown.
 
     Raises:
@@ -58,7 +56,7 @@ def read_stop_tokens(tokenizer: "Tokenizer") -> tuple[int, ...]:
 
 
 def read_names(
-    tokenizer: "Tokenizer", own: Sequence[int]
+    tokenizer: Tokenizer, own: Sequence[int]
 ) -> tuple[tuple[int, ...], dict[str, str]]:
     """Returns the ids that every text begins with, () for none, and tokens' names.
 
@@ -144,7 +142,7 @@ def read_chat_template(directory: Path) -> str | None:
 
 
 def write_tokenizer(
-    directory: Path, tokenizer: "Tokenizer", chat_template: str | None = None
+    directory: Path, tokenizer: Tokenizer, chat_template: str | None = None
 ) -> str | None:
     """Copies a tokenizer, with files that say what it says of itself.
 
@@ -170,7 +168,7 @@ def write_tokenizer(
     return copy
 
 
-def _beside(tokenizer: "Tokenizer", name: str) -> Path:
+def _beside(tokenizer: Tokenizer, name: str) -> Path:
     """Returns the path of a file beside a tokenizer's own, which has one."""
     assert tokenizer.path is not None
     return tokenizer.path.with_name(name)
