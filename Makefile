@@ -34,8 +34,8 @@ help:
 train: venv
 	$(PYTHON) train.py --config=$(CONFIG) $(ARGS)
 
-# tests/tiers.py says which test is in which tier. By files, whose tests share programs;
-# the slow tests share few.
+# tests/support/tiers.py says which test is in which tier. By files, whose tests share
+# programs; the slow tests share few.
 test: venv-dev
 	$(PYTEST) --dist loadfile -m "not slow and (quick or not thorough)" $(ARGS)
 
@@ -56,7 +56,7 @@ lint: venv-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pyrefly check --summary=none
 	.venv/bin/lint-imports --no-logo --no-cache
-	$(PYTHON) -m tests.density
+	$(PYTHON) -m tests.support.density
 
 format: venv-dev
 	$(PYTHON) -m ruff check --select I --fix .

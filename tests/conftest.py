@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import tiers
+from tests.support import tiers
 
 # Nearly all that tests compute is small: compiling takes the time. A third of it goes.
 COMPILE_FAST = (

@@ -10,7 +10,7 @@ import pytest
 from data.remote import as_path
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
 from tests.cases import pairs, table
-from tests.processes import ROOT, run_program
+from tests.support.processes import ROOT, run_program
 from tools import convert_hf, pack_exorl, prepare_text
 
 

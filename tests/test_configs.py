@@ -37,9 +37,9 @@ from tasks.exorl import AgentRun
 from tasks.state import optimizer_settings
 from tasks.task import rate_change
 from tasks.text import TextRun
-from tests import buckets
 from tests.cases import pairs
 from tests.small.runs import small_config
+from tests.support import buckets
 from training.sharding.mesh import MESH_AXES, MeshShape, Partition
 from training.update.guard import GuardSettings
 from training.update.optimizer import OptimizerSettings, Storage

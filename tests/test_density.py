@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.density import is_folded
+from tests.support.density import is_folded
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,21 @@ from docs import config_page
 from tasks import run_config
 from tasks.command_line import read_config
 from tasks.config_errors import fields_by_name
-from tests import pages
 from tests.cases import pairs, table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
-from tests.pages import COMMANDS, INLINE, LIVING, LOG, PAGES, README, ROOT, Command
 from tests.small.chats import FAMILIES
-from tests.tables import as_lines
+from tests.support import pages
+from tests.support.pages import (
+    COMMANDS,
+    INLINE,
+    LIVING,
+    LOG,
+    PAGES,
+    README,
+    ROOT,
+    Command,
+)
+from tests.support.tables import as_lines
 from tests.tools import hf_models
 from tools.lib.compiled.pods import aot_pod
 from tools.lib.planning.meshes import suggestions

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from configs import line_retrieval, models
 from tasks.text import TextRun
-from tests.processes import run_program
+from tests.support.processes import run_program
 from training.saved.stored_step import differences, leaves
 from training.sharding.mesh import MeshShape, Partition
 

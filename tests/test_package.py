@@ -8,7 +8,7 @@ import pytest
 
 import kernels
 from kernels import backends
-from tests.processes import ROOT, run_program
+from tests.support.processes import ROOT, run_program
 
 # The striped ring of 4 simulated devices, on a mesh as `jax.make_mesh` makes it (with
 # explicit shardings), against attention on one device.

@@ -11,10 +11,10 @@ import pytest
 from data.chat.chat_template import format_source
 from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
-from tests import tables
 from tests.cases import table
 from tests.small.chats import FAMILIES
 from tests.small.runs import Run
+from tests.support import tables
 from tools import generate, prepare_chat
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("programs")]

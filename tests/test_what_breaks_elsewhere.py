@@ -26,9 +26,17 @@ from kernels.ring.attend import Ring
 from models import losses
 from tasks import programs
 from tests.cases import in_tiers
-from tests.hard_rows import MOST, ROWS, VOCAB, HardRows, changed, reach, token_losses
-from tests.pages import ROOT
-from tests.ring_model import RingModel
+from tests.support.hard_rows import (
+    MOST,
+    ROWS,
+    VOCAB,
+    HardRows,
+    changed,
+    reach,
+    token_losses,
+)
+from tests.support.pages import ROOT
+from tests.support.ring_model import RingModel
 from training.sharding.mesh import MeshShape
 
 LAYOUTS = "ring", "striped", "zigzag"

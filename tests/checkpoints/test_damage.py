@@ -17,7 +17,6 @@ import pytest
 from etils import epath
 from orbax.checkpoint._src.path import gcs_utils
 
-from tests import buckets
 from tests.small.runs import assert_equal_bits, files
 from tests.small.states import (
     LEAVES_COROUTINES,
@@ -28,6 +27,7 @@ from tests.small.states import (
     checkpoints,
     state,
 )
+from tests.support import buckets
 from training.saved.checkpoint import Manager, Newest, open_manager
 from training.saved.stored_step import shows_damage
 from training.saved.weights import SavedParameters

@@ -14,8 +14,8 @@ from data.agents.episodes import (
     write_episode,
 )
 from tests.cases import pairs
-from tests.fuzzing import damaged, fuzz
 from tests.small.episodes import made_up
+from tests.support.fuzzing import damaged, fuzz
 
 STEPS = 100
 

@@ -19,7 +19,7 @@ from data.text.tokens import token_file
 from data.text.tokens.token_file import TokenFile, TokenFileWriter, identify
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
-from tests.fuzzing import set_field
+from tests.support.fuzzing import set_field
 
 
 def write(directory, size=4):

@@ -22,9 +22,9 @@ from data.text.reading import parts, units
 from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFileWriter
 from data.text.tokens.tokenizer import ByteTokenizer
-from tests import tables
 from tests.data.test_chat import rows as chats
 from tests.data.test_corpus import fill
+from tests.support import tables
 
 NAMES = "rows.jsonl", "rows.parquet", "rows.feather", "rows.csv", "rows.jsonl.gz"
 TEXTS = [f"text {number} ä" * (number % 7 + 1) for number in range(120)]

@@ -15,7 +15,7 @@ from data.text.tokens.tokenizer import ByteTokenizer
 from kernels.layouts import Contiguous, Zigzag
 from tests.data.test_parts import NAMES, content, make_inputs
 from tests.data.test_tokenizer import make_hugging_face
-from tests.stores import Store
+from tests.support.stores import Store
 
 pytestmark = pytest.mark.thorough
 TOKENS = 1 << 20

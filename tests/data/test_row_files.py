@@ -18,9 +18,9 @@ from data.text.reading.input_files import list_inputs
 from data.text.reading.row_files import InputFile, read_documents, read_rows
 from data.text.reading.skipped import BadRow
 from data.text.tokens.tokenizer import ByteTokenizer
-from tests import tables
 from tests.cases import table
-from tests.fuzzing import damaged, fuzz
+from tests.support import tables
+from tests.support.fuzzing import damaged, fuzz
 
 # Texts with what formats have to quote, and one longer than a block of any reader.
 TEXTS = ['Möwen, 3"\n\tfly\r\n', "a", " ", "\u2028 \\n 'x'", "[1]", "long " * 50_000]

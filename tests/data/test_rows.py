@@ -24,7 +24,6 @@ from data.rows import (
 from data.text.tokens import document_starts
 from data.text.tokens.token_file import TokenFile, TokenFileWriter
 from kernels.layouts import Contiguous, Striped, Zigzag, order
-from tests.fuzzing import set_field
 from tests.small.corpora import (
     NUMBERS,
     assert_same_batch,
@@ -33,6 +32,7 @@ from tests.small.corpora import (
     naive_row,
     read_rows,
 )
+from tests.support.fuzzing import set_field
 
 LONGEST = 40
 PLANS = [PackedRows, DocumentRows]

@@ -13,7 +13,7 @@ from tests.cases import table
 from tests.data import test_packed
 from tests.data.test_packed import overwrite
 from tests.data.test_tokenizer import make_hugging_face
-from tests.fuzzing import set_field
+from tests.support.fuzzing import set_field
 
 DOCUMENTS = {"train": [[5, 6, 256], [7, 256], [8]], "validation": [[1, 2, 3, 256]]}
 

@@ -17,7 +17,15 @@ from kernels.backends import Backend
 from kernels.backends.tile_layout import BlockSizes
 from tests.cases import table
 from tests.cases.attention import FLOAT32_TOLERANCE, Answer
-from tests.steps import PASSES, Step, StepCase, answer, assert_true, shared, truth
+from tests.support.steps import (
+    PASSES,
+    Step,
+    StepCase,
+    answer,
+    assert_true,
+    shared,
+    truth,
+)
 
 Interval = tuple[int, int]
 

@@ -4,7 +4,7 @@ import pytest
 
 from kernels.ring import loop as ring_loop
 
-pytest.register_assert_rewrite("tests.kernels.backend_suite", "tests.steps")
+pytest.register_assert_rewrite("tests.kernels.backend_suite", "tests.support.steps")
 
 
 @pytest.fixture

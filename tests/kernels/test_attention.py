@@ -26,9 +26,9 @@ from tests.cases.attention import (
     Problem,
     solve,
 )
-from tests.simulated import BACKENDS
-from tests.steps import StepCase, compiled, truth
-from tests.steps import answer as step_answer
+from tests.support.simulated import BACKENDS
+from tests.support.steps import StepCase, compiled, truth
+from tests.support.steps import answer as step_answer
 
 # Lengths that leave a rest in any tile. All bounds (B, T): one shape to compile.
 BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 270, 300, 4, 2, 8

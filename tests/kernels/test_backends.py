@@ -27,10 +27,10 @@ from tests.kernels.backend_suite import (
     refusals_of,
     steps_of,
 )
-from tests.simulated_hopper import RACES
-from tests.simulated_tpu import SIMULATED_TPU, V6E, on_chip, with_vmem
-from tests.simulated_triton import SIMULATED_GPU, SMALL_BLOCKS, interpreted_call
-from tests.steps import StepCase, truth
+from tests.support.simulated_hopper import RACES
+from tests.support.simulated_tpu import SIMULATED_TPU, V6E, on_chip, with_vmem
+from tests.support.simulated_triton import SIMULATED_GPU, SMALL_BLOCKS, interpreted_call
+from tests.support.steps import StepCase, truth
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 

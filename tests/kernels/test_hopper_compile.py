@@ -24,14 +24,14 @@ from kernels.backends.hopper.launch import (
 )
 from tests.cases import in_tiers
 from tests.cases.attention import covering
-from tests.mosaic_kernels import (
+from tests.support.mosaic_kernels import (
     Inspected,
     Kernel,
     assert_nothing_spills_and_products_overlap,
     inspect,
     read_kernels,
 )
-from tests.steps import Step, StepCase, run_backward, run_forward
+from tests.support.steps import Step, StepCase, run_backward, run_forward
 from tools.lib.compiled.pods import SHARED_BYTES
 
 SEPARATE = {"flash_backward_keys", "flash_backward_queries"}

@@ -13,8 +13,8 @@ import pytest
 from kernels.backends.hopper import backward, backward_dq, forward
 from kernels.backends.hopper.launch import Launch
 from tests.cases import in_tiers
-from tests.simulated_hopper import RACES, run_without_wait
-from tests.steps import Step, StepCase, compiled, run_backward, run_forward
+from tests.support.simulated_hopper import RACES, run_without_wait
+from tests.support.steps import Step, StepCase, compiled, run_backward, run_forward
 
 BACKEND = Launch((64, 2, 2), RACES)
 DETERMINISTIC = Launch(interpret=RACES, is_deterministic=True)

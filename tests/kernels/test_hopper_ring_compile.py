@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from kernels.backends import IMPLEMENTATIONS
-from tests.ring_layers import (
+from tests.support.ring_layers import (
     compile_without_bodies,
     compiled_gradients,
     layers_gradient,

@@ -26,7 +26,7 @@ from kernels.backends.tpu.vector import UPRIGHT
 from kernels.layouts import Striped
 from kernels.masks import causal
 from tests.cases.attention import FLOAT32_TOLERANCE
-from tests.simulated_tpu import (
+from tests.support.simulated_tpu import (
     CHIP,
     SIMULATED_TPU,
     SMALL_BLOCKS,
@@ -35,14 +35,7 @@ from tests.simulated_tpu import (
     on_chip,
     with_vmem,
 )
-from tests.steps import (
-    StepCase,
-    answer,
-    assert_true,
-    compiled,
-    run,
-    truth,
-)
+from tests.support.steps import StepCase, answer, assert_true, compiled, run, truth
 
 
 @pytest.mark.thorough

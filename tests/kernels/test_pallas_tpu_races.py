@@ -20,8 +20,8 @@ from kernels.backends.tpu.backward_dq import Resident, Streamed
 from kernels.backends.tpu.dma import DoubleBuffer, start_all
 from kernels.backends.tpu.launch import Launch
 from tests.cases.attention import FLOAT32_TOLERANCE
-from tests.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, with_vmem
-from tests.steps import (
+from tests.support.simulated_tpu import CHIP, SMALL_BLOCKS, SMALL_VMEM, V6E, with_vmem
+from tests.support.steps import (
     Step,
     StepCase,
     answer,

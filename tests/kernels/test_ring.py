@@ -28,13 +28,13 @@ from tests.cases.attention import (
     Problem,
     solve,
 )
-from tests.rings import (
+from tests.support.rings import (
     assert_as_on_one_device,
     one_device_ring,
     sharded_ring,
     solve_on_ring,
 )
-from tests.simulated import BACKENDS, LONG
+from tests.support.simulated import BACKENDS, LONG
 
 GPU_KERNELS = {
     "triton": (

@@ -18,7 +18,7 @@ from kernels.masks import Visible
 from kernels.ring.routes import Counted
 from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.cases import table
-from tests.rings import ring_mesh
+from tests.support.rings import ring_mesh
 
 
 @pytest.mark.parametrize("options, words", table("kernels.txt", "ring", layout=layout))

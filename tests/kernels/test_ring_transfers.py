@@ -13,7 +13,7 @@ from kernels import masks
 from kernels.ring import routes
 from kernels.ring_attention import make_ring_attention
 from tests.cases.attention import LAYOUTS
-from tests.rings import ring_mesh
+from tests.support.rings import ring_mesh
 
 
 def permuted_shapes(program: str) -> list[str]:

@@ -24,7 +24,7 @@ from kernels.ring.routes import (
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import COVERING, LAYOUTS, Case
-from tests.rings import assert_as_on_one_device, ring_mesh, ring_with
+from tests.support.rings import assert_as_on_one_device, ring_mesh, ring_with
 
 COUNTED = Counted()
 COUNTED_BOTH_WAYS = Counted(both_ways=True)

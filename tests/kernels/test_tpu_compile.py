@@ -25,7 +25,7 @@ from kernels.masks import Mask, causal
 from kernels.ring.routes import all_shards
 from kernels.ring_attention import make_ring_attention
 from kernels.trees import tree
-from tests.ring_layers import (
+from tests.support.ring_layers import (
     HEAD_DIM,
     HEADS,
     compile_without_bodies,
@@ -34,7 +34,7 @@ from tests.ring_layers import (
     small_instructions,
     striped_attention,
 )
-from tests.steps import PASSES, StepCase
+from tests.support.steps import PASSES, StepCase
 from tools.lib.compiled.hlo import TRANSFER, Program
 from tools.lib.compiled.pods import compile_for, tpu_devices
 

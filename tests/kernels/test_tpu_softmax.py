@@ -15,8 +15,8 @@ from kernels.backends.tpu import query_tile
 from kernels.backends.tpu.softmax import SUM_LIMIT
 from kernels.merge import Partial
 from tests.cases import in_tiers
-from tests.simulated_tpu import SIMULATED_TPU
-from tests.steps import Step, StepCase, compiled, run_forward
+from tests.support.simulated_tpu import SIMULATED_TPU
+from tests.support.steps import Step, StepCase, compiled, run_forward
 
 SCALE = 0.25
 TILE, SUB_BLOCKS = 256, 2

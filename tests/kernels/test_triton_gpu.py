@@ -18,13 +18,13 @@ from kernels.backends.triton_gpu.launch import Launch, Sizes
 from kernels.merge import Partial
 from kernels.precision import LOG2_E
 from tests.kernels.backend_suite import Refusal
-from tests.simulated_triton import (
+from tests.support.simulated_triton import (
     SMALL_BLOCKS,
     interpret,
     interpreted_call,
     pointer,
 )
-from tests.steps import StepCase
+from tests.support.steps import StepCase
 
 pytestmark = pytest.mark.thorough
 

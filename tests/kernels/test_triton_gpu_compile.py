@@ -19,9 +19,9 @@ from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.backends.triton_gpu.launch import Launch
 from tests.cases import in_tiers
 from tests.cases.attention import covering
-from tests.ring_layers import compiled_gradients
-from tests.steps import StepCase, run
-from tests.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
+from tests.support.ring_layers import compiled_gradients
+from tests.support.steps import StepCase, run
+from tests.support.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
 from tools.lib.compiled.pods import compile_for, gpu_devices
 
 KERNELS = "forward", "backward_dkv", "backward_dq"

@@ -18,8 +18,8 @@ from kernels.ring.ulysses import HeadShares, share_heads
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import COVERING, Case
-from tests.rings import assert_as_on_one_device, ring_mesh, ring_with
-from tests.simulated import BACKENDS
+from tests.support.rings import assert_as_on_one_device, ring_mesh, ring_with
+from tests.support.simulated import BACKENDS
 from tools.lib.compiled.hlo import TRANSFER, Program
 from tools.lib.compiled.pods import compile_for, gpu_devices, tpu_devices
 from training.sharding.mesh import MeshShape, make_mesh

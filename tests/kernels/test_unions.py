@@ -15,8 +15,13 @@ from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import LAYOUTS, Case
 from tests.cases.unions import UNIONS
-from tests.rings import assert_as_on_one_device, ring_mesh, ring_with, sharded_ring
-from tests.simulated import BACKENDS
+from tests.support.rings import (
+    assert_as_on_one_device,
+    ring_mesh,
+    ring_with,
+    sharded_ring,
+)
+from tests.support.simulated import BACKENDS
 
 SHORT = {"group": 2, "head_dim": 16, "heads": 4}
 

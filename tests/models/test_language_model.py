@@ -15,7 +15,7 @@ from models.layers import FeedForward
 from tests.cases import in_tiers
 from tests.small.families import FAMILIES
 from tests.small.models import BATCH_ROWS, LENGTH, Run, assert_same, rows, run_on
-from tests.written_out import WrittenOut
+from tests.support.written_out import WrittenOut
 from training.sharding.mesh import MeshShape
 
 slow = pytest.mark.slow

@@ -18,7 +18,7 @@ from data.text.corpus import prepare
 from data.text.tokens.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.cases import table
-from tests.processes import run_program
+from tests.support.processes import run_program
 from training.saved.checkpoint import Checkpoints
 from training.step import TrainState
 

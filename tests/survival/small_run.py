@@ -7,8 +7,8 @@ from typing import Any
 
 import train
 from tests.cases import table
-from tests.processes import Processes
 from tests.small.runs import Run, assert_equal_bits
+from tests.support.processes import Processes
 
 SMALLER = dict(table("runs.txt", "survival"))
 STEPS = SMALLER["train__steps"]

@@ -18,8 +18,8 @@ import pytest
 
 import train
 from tasks.command_line import read_config
-from tests.processes import run_program
 from tests.small.runs import KINDS, assert_equal_bits, kept_in
+from tests.support.processes import run_program
 from tests.survival.small_run import QUIET, STEPS, Small, start_and_kill
 from training.hosts.preemption import Preempted
 from training.update.guard import SPIKE_WINDOW, BadSteps

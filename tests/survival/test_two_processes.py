@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from tests.processes import Processes, free_port
+from tests.support.processes import Processes, free_port
 from tests.survival.small_run import QUIET, STEPS, Small
 from training.hosts.watchdog import HUNG
 

@@ -16,8 +16,8 @@ from kernels.devices import chips
 from kernels.masks import Visible
 from kernels.ring.comm import Ring
 from kernels.ring.routes import ONE_WAY, AllShards, Counted
-from tests.pages import PAGES
-from tests.rings import ring_mesh
+from tests.support.pages import PAGES
+from tests.support.rings import ring_mesh
 
 V4, V5E, V5P, V6E, H200 = map(
     chips.find, ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "NVIDIA H200")

@@ -18,9 +18,9 @@ from tasks import run_config, text
 from tasks.generation import restored_parameters
 from tasks.text import TextRun
 from tests.data.test_tokenizer import make_hugging_face
-from tests.hard_rows import token_losses
 from tests.small.models import partition_of
 from tests.small.runs import small_config, small_flags
+from tests.support.hard_rows import token_losses
 from tests.tools.test_generate import save
 from tools import evaluate
 from tools.lib.evaluation import loss

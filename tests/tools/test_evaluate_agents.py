@@ -18,9 +18,9 @@ from data.agents.environments import Environment
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, identify
 from tasks.exorl import AgentRun
 from tests.cases import pairs
-from tests.pages import ROOT
 from tests.small import gymnasium
 from tests.small.agents import SMALL, drawn
+from tests.support.pages import ROOT
 from tools.lib.evaluation.exorl import main
 from tools.lib.exorl.play import contexts
 from tools.lib.exorl.scenes import Simulations, scene

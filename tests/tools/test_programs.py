@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 import tools
-from tests import tables
 from tests.cases import pairs, table
-from tests.tables import as_arrow, as_lines
+from tests.support import tables
+from tests.support.tables import as_arrow, as_lines
 from tools import evaluate, prepare_chat, prepare_text
 from tools.lib.files import replacing
 from tools.lib.planning.step import Step

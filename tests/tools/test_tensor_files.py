@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.cases import pairs, table
-from tests.fuzzing import altered, damaged, fuzz
+from tests.support.fuzzing import altered, damaged, fuzz
 from tools.lib.hf.names import EMBEDDING, HEAD
 from tools.lib.hf.reading import _is_embedding
 from tools.lib.hf.tensor_files import INDEX, WHOLE, TensorFiles, write_tensors

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests import buckets
 from tests.small.runs import kept_in
+from tests.support import buckets
 from training import compilation
 
 

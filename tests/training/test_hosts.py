@@ -12,7 +12,7 @@ import pytest
 from jax._src.distributed import State
 
 from tests.cases import table
-from tests.processes import Processes, free_port
+from tests.support.processes import Processes, free_port
 from training.hosts import processes
 from training.hosts.watchdog import HUNG
 

@@ -19,8 +19,8 @@ import pytest
 from data.text.corpus import prepare
 from data.text.tokens.tokenizer import ByteTokenizer
 from tasks.text import TextRun
-from tests.processes import Processes, free_port
 from tests.small.runs import small_config
+from tests.support.processes import Processes, free_port
 from training.saved import record, workdir
 from training.saved.digest import digests
 from training.saved.weights import save_parameters

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from tests import buckets
+from tests.support import buckets
 from training.reports import sinks
 from training.reports.sinks import JsonLines, WandbSink, check_wandb
 

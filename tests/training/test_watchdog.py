@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.processes import Processes, run_program
+from tests.support.processes import Processes, run_program
 from training.hosts.preemption import SignalNotice
 from training.hosts.watchdog import HUNG, Watchdog
 from training.reports.profiler import Profiler

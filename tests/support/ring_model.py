@@ -14,8 +14,8 @@ from tasks.programs import compile_programs
 from tasks.state import sharding_of
 from tasks.text import TextRun
 from tests.cases import table
-from tests.hard_rows import ROWS, TOKENS, VOCAB
 from tests.small.models import Run
+from tests.support.hard_rows import ROWS, TOKENS, VOCAB
 from training.loop import Programs
 from training.sharding.mesh import MeshShape
 from training.step import initial_state

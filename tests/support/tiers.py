@@ -26,13 +26,13 @@ STARTS = {
     "a run": [("train", "_report")],
     "a chip's compiler": [
         ("tools.lib.compiled.pods", "compile_for"),
-        ("tests.triton_compiler", "TritonCompiler.__call__"),
+        ("tests.support.triton_compiler", "TritonCompiler.__call__"),
     ],
     "a kernel's interpreter": [
         (f"jax._src.pallas.mosaic.{INTERPRETER}", "interpret_pallas_call"),
         (f"jax._src.pallas.mosaic_gpu.{INTERPRETER}", "interpret_pallas_call"),
         ("jax._src.pallas.hlo_interpreter", "pallas_call_hlo_interpret"),
-        ("tests.simulated_triton", "interpret"),
+        ("tests.support.simulated_triton", "interpret"),
     ],
 }
 """Functions by module: whatever calls one starts this."""
@@ -112,7 +112,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     item.user_properties.append(("cpu", _cpu_seconds() - item.stash[BEGUN]))
     if _started and not any(map(item.get_closest_marker, MARKS)):
         started = " and ".join(sorted(_started))
-        pytest.fail(f"starts {started}: mark it thorough (see tests/tiers.py)")
+        pytest.fail(f"starts {started}: mark it thorough (see tests/support/tiers.py)")
     return result
 
 

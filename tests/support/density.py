@@ -7,7 +7,7 @@ The table has, by folder, lines of code (no blanks, comments or docstrings), and
 each 1,000 of these: folded assignments, calls with a starred argument, comprehensions;
 and the share of all lines that are comments. `make lint` runs it.
 
-    python -m tests.density
+    python -m tests.support.density
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Draws mutants of the source, and finds those that no test kills.
 
-    python -m tests.mutants map MAP [pytest's arguments]   which lines each test runs
-    python -m tests.mutants run MAP --seed 7 --number 150 [--tier quick]
+    python -m tests.support.mutants map MAP [pytest's arguments]   lines of each test
+    python -m tests.support.mutants run MAP --seed 7 --number 150 [--tier quick]
 
 A mutant changes one comparison, operator, constant or statement. It is run against the
 tests that the map names for its line: cheapest first, until one fails. Run `map` again
@@ -31,7 +31,7 @@ import pytest
 
 from tests.cases import lines
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = lines("mutated.txt")
 """Whose faults would give wrong numbers, or lose a run."""
 
@@ -283,7 +283,7 @@ def pytest_sessionfinish() -> None:
 
 def make_map(options: argparse.Namespace) -> int:
     environment = os.environ | {LINE_MAP: str(options.map.absolute())}
-    command = sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants"
+    command = sys.executable, "-m", "pytest", "-q", "-p", "tests.support.mutants"
     return subprocess.run([*command, *options.arguments], env=environment).returncode
 
 

@@ -16,9 +16,9 @@ BACKENDS = dict(backends.IMPLEMENTATIONS.anywhere)
 LONG: dict[str, backends.Backend] = {}
 """In place of these for long problems: with fewer programs to interpret."""
 if jax.__version__ == backends.TESTED_JAX:
-    from tests.simulated_hopper import DETERMINISTIC, SIMULATED_HOPPER
-    from tests.simulated_tpu import SIMULATED_TPU
-    from tests.simulated_triton import LARGE_BLOCKS, SIMULATED_GPU
+    from tests.support.simulated_hopper import DETERMINISTIC, SIMULATED_HOPPER
+    from tests.support.simulated_tpu import SIMULATED_TPU
+    from tests.support.simulated_triton import LARGE_BLOCKS, SIMULATED_GPU
 
     BACKENDS = dict(backends.IMPLEMENTATIONS)
     if not KIND.startswith("TPU"):

@@ -15,7 +15,7 @@ from data.rows import PackedRows, WholeRows
 from data.text.tokens.token_file import TokenFile
 from kernels.layouts import Contiguous, Layout, order
 from tests.small.corpora import make_corpus
-from tests.written_out import WrittenOut
+from tests.support.written_out import WrittenOut
 
 TOKENS = 24
 """Of the longest document that is whole in a row; rows are as long or longer."""

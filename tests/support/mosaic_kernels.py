@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tests.sass import cuda_root, read_pipeline
+from tests.support.sass import cuda_root, read_pipeline
 from tools.lib.compiled.pods import SHARED_BYTES, compile_for, gpu_devices
 
 DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM", "MOSAIC_GPU_DUMP_SASS"

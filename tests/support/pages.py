@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 PYTHON = "python", ".venv/bin/python"
 FOLDERS = "configs|data|docs|kernels|models|results|tasks|tests|tools|training"
