@@ -8,8 +8,9 @@ FROM python:3.12-slim
 ARG ACCELERATOR=tpu
 WORKDIR /annulus
 # Before the source, so that a change of the source installs nothing again.
-COPY requirements*.txt ./
-RUN pip install --no-cache-dir -r requirements-${ACCELERATOR}.txt
+COPY requirements.txt ./
+COPY requirements ./requirements
+RUN pip install --no-cache-dir -r requirements/${ACCELERATOR}.txt
 COPY . .
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENV PYTHONUNBUFFERED=1

@@ -64,7 +64,7 @@ format: venv-dev
 
 # What git knows is copied, so that links to source files are links of the site too.
 docs:
-	@tools/make_venv.sh .venv-docs requirements-docs.txt
+	@tools/make_venv.sh .venv-docs requirements/docs.txt
 	.venv-docs/bin/python docs/config_page.py
 	rm -rf build/pages build/site
 	mkdir -p build/pages
@@ -73,7 +73,7 @@ docs:
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 venv:
-	@tools/make_venv.sh .venv requirements.txt $(ACCELERATOR:%=requirements-%.txt)
+	@tools/make_venv.sh .venv requirements.txt $(ACCELERATOR:%=requirements/%.txt)
 
 venv-dev:
-	@tools/make_venv.sh .venv requirements.txt requirements-dev.txt
+	@tools/make_venv.sh .venv requirements.txt requirements/dev.txt

@@ -30,7 +30,7 @@ FIELDS = dict(
     may_change=(),
     seed=0,  # seed of the initial parameters and of the order of the data
     # Where curves go beside WORKDIR/metrics.jsonl: "tensorboard", "wandb" (Weights &
-    # Biases, from requirements-wandb.txt; WANDB_MODE=offline for later).
+    # Biases, from requirements/wandb.txt; WANDB_MODE=offline for later).
     metrics=("tensorboard",),
     # Steps to trace for xprof, as in "10-12", beside the curves; "": none.
     profile="",

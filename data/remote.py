@@ -55,7 +55,7 @@ def as_path(path: str | Path) -> Path:
     except ImportError as error:
         raise ImportError(
             f"{path} needs {error.name}, which is not installed: install what "
-            "requirements-buckets.txt pins (make venv ACCELERATOR=buckets)"
+            "requirements/buckets.txt pins (make venv ACCELERATOR=buckets)"
         ) from error
     return cast(Path, UPath(path))
 

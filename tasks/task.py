@@ -250,7 +250,7 @@ def _reports(config: ConfigDict) -> Iterator[str]:
         yield (
             f"{config.metrics=} needs wandb, which is not installed: make venv "
             'ACCELERATOR=wandb (beside a GPU, "gpu wandb"), or pip install -r '
-            "requirements-wandb.txt"
+            "requirements/wandb.txt"
         )
     try:
         first = Profiler(config.profile, config.workdir, print).first

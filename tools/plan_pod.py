@@ -13,7 +13,7 @@
 
 Compiles the step that `train.py` runs for an AOT topology, with the chips' own
 compilers, and reads memory, schedule and collectives from the compiled program. No
-accelerator is needed: XLA's compilers are in requirements-dev.txt. Every field of the
+accelerator is needed: XLA's compilers are in requirements/dev.txt. Every field of the
 config can be changed as for `train.py`.
 
 The contexts of Ring Attention's table 5 (results/tpu/exorl_memory.json) are, for 32

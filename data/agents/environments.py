@@ -16,7 +16,7 @@ import numpy as np
 
 from data.agents.episodes import check_domain
 
-INSTALL = "install what requirements-rl.txt pins (make venv ACCELERATOR=rl)"
+INSTALL = "install what requirements/rl.txt pins (make venv ACCELERATOR=rl)"
 # The dm_control suite's own, whose rewards follow from physics and control alone.
 SUITE_TASKS = {
     "cartpole": ("swingup", "swingup_sparse", "balance", "balance_sparse"),
@@ -265,7 +265,7 @@ def _load_jaco(target: tuple[float, float, float]) -> Any:
         from dm_control.manipulation import reach
         from dm_control.manipulation.shared import observations
 
-    # Private names, for which requirements-rl.txt pins dm_control.
+    # Private names, for which requirements/rl.txt pins dm_control.
     task: Any = reach._reach(obs_settings=observations.PERFECT_FEATURES, use_site=True)
     del task.task_observables["target_position"]
     position = np.array(target)

@@ -72,10 +72,10 @@ def test_a_simulator_that_is_missing_or_of_another_version_is_refused(monkeypatc
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ImportError, match="need dm_control: .*requirements-rl.txt"):
+    with pytest.raises(ImportError, match="need dm_control: .*requirements/rl.txt"):
         Environment("walker", "walk")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0")
-    with pytest.raises(ImportError, match="mujoco 4.0.0 .*requirements-rl.txt"):
+    with pytest.raises(ImportError, match="mujoco 4.0.0 .*requirements/rl.txt"):
         check_simulator()
 
 

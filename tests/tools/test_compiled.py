@@ -236,7 +236,7 @@ def test_what_is_no_topology_is_refused_with_those_that_are(name):
 
 def test_missing_compiler_is_named_with_its_requirements(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    with pytest.raises(ModuleNotFoundError, match=r"libtpu.*requirements-dev\.txt"):
+    with pytest.raises(ModuleNotFoundError, match=r"libtpu.*requirements/dev\.txt"):
         tpu_devices("v5e")
 
 

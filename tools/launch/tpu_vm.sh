@@ -36,6 +36,6 @@ on_all_workers "mkdir -p annulus && tar -xzf annulus.tar.gz -C annulus && cd ann
   export PATH=\$HOME/.local/bin:\$PATH &&
   { command -v python3.12 || { python3 -m pip install -q --user uv &&
     uv python install 3.12; }; } &&
-  tools/make_venv.sh .venv requirements.txt requirements-tpu.txt"
+  tools/make_venv.sh .venv requirements.txt requirements/tpu.txt"
 # tmux outlives the connection.
 on_all_workers "cd annulus && tmux new-session -d -s annulus bash -c $(printf %q "$run")"

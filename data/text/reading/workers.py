@@ -107,7 +107,7 @@ def _cluster(maker: PartMaker, address: str) -> Iterator[tuple[Start, int]]:
     try:
         import ray
     except ImportError as error:
-        install = "install what requirements-ray.txt pins (make venv ACCELERATOR=ray)"
+        install = "install what requirements/ray.txt pins (make venv ACCELERATOR=ray)"
         raise ImportError(f"--ray {address} needs ray: {install}") from error
 
     def wait(made: ray.ObjectRef) -> Path:

@@ -136,7 +136,7 @@ def tpu_devices(topology: str, devices: int = 1) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             "libtpu, the compiler for TPUs, is not installed: it is in "
-            "requirements-dev.txt"
+            "requirements/dev.txt"
         )
     pod = PODS[chip]
     shape = shape or "x".join(map(str, pod.grow(devices)))
@@ -174,7 +174,7 @@ def gpu_devices(name: str, gpus: int = 1, hosts: int = 1) -> list[jax.Device]:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ModuleNotFoundError(
             "jax-cuda13-plugin, which holds the compiler for NVIDIA GPUs, is not "
-            "installed: it is in requirements-dev.txt"
+            "installed: it is in requirements/dev.txt"
         )
     return topologies.get_topology_desc(
         "", "cuda", topology=f"1x{hosts}x{gpus}", target_config=GPUS[name]
