@@ -47,6 +47,11 @@ def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
     return arrays["tokens"], arrays["logits"]
 
 
+def exact(name: str) -> np.ndarray | None:
+    """The same logits in float64, of a model with Gated DeltaNet."""
+    return np.load(DIRECTORY / name / "expected.npz").get("exact")
+
+
 def run_config(
     model: str | LanguageModelConfig, **overrides: Any
 ) -> ml_collections.ConfigDict:
