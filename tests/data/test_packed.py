@@ -199,7 +199,7 @@ def test_missing_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no trajectory file .*pack_exorl"):
         TrajectoryFile.open(tmp_path / "nowhere")
     monkeypatch.setattr(remote, "BUCKETS", {"gs": "missing", "s3": "s3fs"})
-    with pytest.raises(ImportError, match="^gs://a/b needs missing, .*nts-buckets.txt"):
+    with pytest.raises(ImportError, match="^gs://a/b needs missing, .*nts/buckets.txt"):
         TrajectoryFile.open("gs://a/b")
     with pytest.raises(NotImplementedError, match="^ftp://a/b: .* gs:// or s3://"):
         TrajectoryFile.open("ftp://a/b")

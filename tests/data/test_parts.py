@@ -260,7 +260,7 @@ KILLED = """
 import os
 import time
 from pathlib import Path
-from data.text import units
+from data.text.reading import units
 from data.text.corpus import prepare
 from data.text.tokens.tokenizer import ByteTokenizer
 
