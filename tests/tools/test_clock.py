@@ -1,6 +1,7 @@
 """Seconds of rings: counted pairs, kernels of known chips, and transfers on links."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from data.document_mask import DocumentMask
 from kernels import layouts
 from kernels.cost import clock
+from kernels.cost.choice import mean_times, slower_links
 from kernels.cost.clock import PRODUCTS, Heads, RingCost
 from kernels.cost.work import TILE, Row, RowOnRing, document_spans
 from kernels.devices import chips
@@ -147,6 +149,11 @@ def test_gradients_are_sent_as_often_as_there_are_devices(size):
     )
     once = ring.gradients_bytes / V5P.interconnect_bytes_per_second
     assert sum(steps) + ring._home(V5P) == pytest.approx(size * once)
+    slow = slower_links(V5P, 1e3)  # all kernels are beside transfers, and once
+    times = ring.times(slow, "backward")
+    links = sum(ring._sent(n, slow, "backward") for n in range(size))
+    links += ring._home(slow)
+    assert links - times.outlasting == pytest.approx(times.kernels, rel=1e-3)
 
 
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
@@ -158,6 +165,7 @@ def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
     # Two ways carry what is read: a sixteenth of a shard each, in place of half of one.
     carried = [ring._sent(0, V5P, "forward") for ring in (few, whole)]
     assert carried[0] == carried[1] / 8
+    assert few._sent(1, V5P, "backward") == 0  # gradients go home at once
     times = [ring.times(V5P, "forward") for ring in (few, whole)]
     assert times[0].outlasting == 0 and times[0].kernels < times[1].kernels
 
@@ -171,6 +179,8 @@ def test_a_counted_ring_brings_gradients_home_alone(count):
     assert ring._home(V5P) == pytest.approx(home)
     outlasting = ring.times(V5P, "backward").outlasting
     assert outlasting >= home and (count or outlasting == 0)
+    rings = replace(ring, count=0), ring  # of a batch: both take as many steps
+    assert mean_times(rings, "backward", V5P) == ring.times(V5P, "backward")
 
 
 @pytest.mark.parametrize("documents", [(), (2000,), (96,), (96, 1400)])

@@ -311,26 +311,28 @@ def test_decayed_are_the_matrices_of_a_model_with_every_part():
 
 
 def test_updates_follow_adamw_written_out():
-    """Clipped by the norm over all leaves."""
+    """Clipped by the norm over all leaves; a bias does not decay."""
     settings = OptimizerSettings(1e-2, 1e-3, warmup_steps=2, total_steps=9)
     adam = {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3}
     settings = dataclasses.replace(settings, weight_decay=0.2, clip_norm=0.5, **adam)
     optimizer, schedule = make_optimizer(settings)
     rng = np.random.default_rng(1)
     weight = rng.normal(size=(4, 6))
-    params = dict(zip("ab", np.float32(np.split(weight, 2)), strict=True))
+    names = "matrix", "bias"
+    decay = np.float64([[0.2], [0.2], [0], [0]])
+    params = dict(zip(names, np.float32(np.split(weight, 2)), strict=True))
     state = optimizer.init(params)
     mean, square = np.zeros((4, 6)), np.zeros((4, 6))
     for count in range(5):
         grad = rng.normal(size=(4, 6))
-        grads = dict(zip("ab", np.float32(np.split(grad, 2)), strict=True))
+        grads = dict(zip(names, np.float32(np.split(grad, 2)), strict=True))
         params, state = jax.jit(optimizer.update)(grads, state, params)
         clipped = grad * min(1.0, 0.5 / np.linalg.norm(grad))
         mean = 0.8 * mean + 0.2 * clipped
         square = 0.9 * square + 0.1 * clipped**2
         unbiased = mean / (1 - 0.8 ** (count + 1))
         root = np.sqrt(square / (1 - 0.9 ** (count + 1)))
-        step = unbiased / (root + 1e-3) + 0.2 * weight
+        step = unbiased / (root + 1e-3) + decay * weight
         weight = weight - float(schedule(count)) * step
-    found = np.concatenate([params["a"], params["b"]])
+    found = np.concatenate([params[name] for name in names])
     np.testing.assert_allclose(found, weight, rtol=1e-5, atol=1e-6)
