@@ -1,9 +1,11 @@
 """Draws returns of agents by episode, from the rows that `evaluate exorl` wrote.
 
     python -m tools.figures returns results/cpu/exorl_*_{at,bc,dt}.json --output x.png
+    python -m tools.figures summary rows.json --output results/cpu/agent.json
 
 Takes a file for each agent and seed. A second panel has the returns by the drawn
-episodes that were read before, if any were. Prints the numbers.
+episodes that were read before, if any were. Prints the numbers. A summary has the mean
+of each world's rows in place of the rows: the same picture, from fewer bytes.
 """
 
 import sys
@@ -23,7 +25,7 @@ from tasks import exorl
 from tasks.command_line import Parser, as_program
 from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import interval, of_worlds
-from tools.lib.files import replacing
+from tools.lib.files import replacing, write_json
 from training.saved.record import is_old
 from training.saved.stored_step import differences
 
@@ -139,8 +141,9 @@ def _by_world(results: dict[str, Any]) -> dict[str, Any]:
         is_one = len(np.unique(of_rows)) == 1
         groups = np.arange(len(returns)) if is_one else of_rows
         outcome["returns"] = of_worlds(returns, groups)
-        # The best of a row's episodes, and not of their mean.
+        # The best of a row's episodes, and not of their mean; a summary has it.
         best = returns[:, : max(returns.shape[1] - 1, 1)].max(axis=1)
+        best = np.array(outcome.get("best_before", best), float)
         outcome["best_before"] = of_worlds(best, groups)
         before = len(outcome["recorded_returns"][0])
         outcome["before"] = before
@@ -186,6 +189,29 @@ def _settings(results: dict[str, Any]) -> dict[str, Any]:
         and not is_old(name, value)
     }
     return found | {"step": results.get("step")}
+
+
+def summary(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns results with means of each world's rows, without the rows' own numbers.
+
+    What makes the agent, its versions and scores stay; the seed of each episode goes.
+
+    Raises:
+      ValueError, KeyError, TypeError: as `_by_world`.
+    """
+    kept = {name: value for name, value in results.items() if name != "seeds"}
+    rows_of_world = kept.get("worlds")
+    kept = _by_world(kept)
+    if len(kept["worlds"]) == 1:
+        kept["worlds"] = rows_of_world  # rows of one world stay
+    for outcome in kept["contexts"].values():
+        outcome["returns"] = outcome["returns"].round(4).tolist()
+        outcome["best_before"] = outcome["best_before"].round(4).tolist()
+        recorded = np.array(outcome["recorded_returns"], float)
+        outcome["recorded_returns"] = [recorded.mean(axis=0).round(4).tolist()]
+        for name in ("before", "drawn"):
+            del outcome[name]
+    return kept
 
 
 def of_runs(runs: Runs, context: str, part: str = "returns") -> np.ndarray:
@@ -335,15 +361,20 @@ def _references(axes: Axes, runs: Runs, x: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__)
-    parser.add_argument("picture", choices=("returns",))
+    parser.add_argument("made", choices=("returns", "summary"))
     parser.add_argument("rows", nargs="+", type=Path, help="files of rows")
-    parser.add_argument("--output", required=True, type=Path, help="PNG to write")
+    parser.add_argument("--output", required=True, type=Path, help="PNG or JSON")
     chosen = parser.parse_args(arguments)
 
     tasks = read_returns(chosen.rows)
     print(table(tasks))
-    with replacing(chosen.output) as part:
-        returns(tasks).savefig(part, format="png", dpi=160)
+    if chosen.made == "summary":
+        if len(chosen.rows) > 1:
+            parser.error(f"a summary is of one file, got {len(chosen.rows)}")
+        write_json(chosen.output, summary(parse_json(chosen.rows[0].read_text())))
+    else:
+        with replacing(chosen.output) as part:
+            returns(tasks).savefig(part, format="png", dpi=110)
     print(f"written to {chosen.output}")
 
 

@@ -112,6 +112,30 @@ def test_of_one_world_intervals_are_of_its_rows(tmp_path):
         read(tmp_path, one, results(rows[:2], 1, **made | {"worlds": [7] * 2}))
 
 
+def test_a_summary_makes_the_same_numbers_without_rows(tmp_path):
+    """Means of worlds in the place of rows, and the best of each row's episodes."""
+    rows = [[1.0, 9.0, 4.0], [3.0, 7.0, 8.0], [5.0, 1.0, 6.0]]
+    others = {"other": [[2.0], [4.0], [6.0]]}
+    for worlds in [7, 2, 2], [7, 7, 7]:
+        made = {"worlds": worlds, "seeds": [[1, 2, 3]] * 3}
+        whole = tmp_path / "rows.json"
+        whole.write_text(json.dumps(results(rows, contexts=others, **made)))
+        short = tmp_path / "short.json"
+        command = ["summary", str(whole), "--output", str(short)]
+        assert figures.main(command) == 0
+        written = json.loads(short.read_text())
+        assert "seeds" not in written
+        groups = 2 if worlds == [7, 2, 2] else 3
+        assert len(written["contexts"]["own"]["returns"]) == groups
+        assert figures.table(read_returns([short])) == figures.table(
+            read_returns([whole])
+        )
+        again = tmp_path / "again.json"
+        assert figures.main(["summary", str(short), "--output", str(again)]) == 0
+        assert again.read_text() == short.read_text()
+    assert figures.main(["summary", str(whole), str(whole), "--output", "x"]) != 0
+
+
 DIGESTS = {"trajectories": "a", "parameters": "b"}
 
 

@@ -1,6 +1,7 @@
 """Every file in tools/ is a program: it answers --help and refuses in one line."""
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from tests.cases import pairs, table
 from tests.support import tables
 from tests.support.tables import as_arrow, as_lines
 from tools import evaluate, prepare_chat, prepare_text
-from tools.lib.files import replacing
+from tools.lib.files import replacing, write_json
 from tools.lib.planning.step import Step
 
 FOLDER = Path(next(iter(tools.__path__)))
@@ -165,3 +166,21 @@ def test_a_wrong_input_is_one_line_and_writes_nothing(
     assert line.startswith("error: ") and expected in line, line
     assert str(source) in line or "split" in line or "documents" in line, line
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_json_has_a_row_or_an_array_a_line(tmp_path):
+    row = {"a": 1, 2: "[ x ]\n"}
+    value = {"rows": [row, {}, [1.5, None], (2,)], "none": {}, "deep": {"er": [[]]}}
+    path = tmp_path / "x.json"
+    write_json(path, value)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(value))
+    lines = path.read_text().splitlines()
+    assert lines[2:6] == [
+        '  {"a": 1, "2": "[ x ]\\n"},',
+        "  {},",
+        "  [1.5, null],",
+        "  [2]",
+    ]
+    assert len(lines) == 14
+    write_json(path, "text")
+    assert path.read_text() == '"text"\n'

@@ -22,6 +22,27 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes one JSON value, in place of any earlier file."""
+    """Writes one JSON value, a row or an array a line, in place of any earlier file."""
     with replacing(path) as part:
-        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        part.write_text(_as_json(value) + "\n", encoding="utf-8")
+
+
+def _as_json(value: Any, margin: str = "\n") -> str:
+    """Returns JSON in which what holds objects or arrays is indented, and no other.
+
+    margin: a line's end, and the blanks that the next one begins with.
+    """
+    if not isinstance(value, dict | list | tuple):
+        return json.dumps(value)
+    parts = value.values() if isinstance(value, dict) else value
+    if not any(isinstance(part, dict | list | tuple) for part in parts):
+        return json.dumps(value)
+    inner = f"{margin} "
+    if isinstance(value, dict):
+        # A name as `json` writes it, which need not be a string.
+        names = [json.dumps({name: 0})[1:-2] for name in value]
+        texts = [_as_json(item, inner) for item in value.values()]
+        lines = [name + text for name, text in zip(names, texts, strict=True)]
+        return f"{{{inner}{f',{inner}'.join(lines)}{margin}}}"
+    lines = [_as_json(item, inner) for item in value]
+    return f"[{inner}{f',{inner}'.join(lines)}{margin}]"
