@@ -74,6 +74,8 @@ def test_counted_shards_of_zigzag_go_one_way_where_asked(one_way, shifts):
         r"source_target_pairs = dense<\[\[0, (\d)\]", program.lower(x, ids).as_text()
     )
     assert {int(target) for target in pairs} == shifts
+    # Keys and values, in the first step and in the loop; the last sends none.
+    assert len(pairs) == 2 * 2 * len(shifts)
 
 
 @pytest.mark.parametrize(
