@@ -91,6 +91,8 @@ def test_a_run_is_refused_where_others_are_held_out_or_data_differ(run, file, tm
     agent = AgentRun.of(config, jax.devices())
     fingerprint = agent.fingerprint(file)
     assert newest_parameters(agent, fingerprint)[1] == STEPS
+    # A part that has its default, but was in the first checkpoints.
+    assert "rope_scaling" in fingerprint["model"]
     first, *others = fingerprint["trajectories"]["observation_mean"]
     fingerprint["trajectories"]["observation_mean"] = [first + 0.1, *others]
     with pytest.raises(ValueError, match="observation_mean.0: saved"):

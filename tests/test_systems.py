@@ -17,6 +17,8 @@ import pytest
 
 import train
 from data.batch import Batch
+from tasks import programs
+from tasks import run as run_module
 from tasks.layout_choice import padding_line
 from tasks.text import TextRun
 from tests.cases import in_tiers, table
@@ -170,3 +172,17 @@ def test_a_plan_counts_real_tokens_and_holds_padded_ones(corpus, tmp_path):
     step = Step.of(small_config(corpus, tmp_path, **fields), aot_pod("v5e:2x2"))
     assert step.run.shape == (4, 2048)
     assert step.work().tokens == 4 * 2045
+
+
+def test_programs_have_the_settings_of_the_config(monkeypatch):
+    """Microbatches give the same numbers, and no test waits for a spike."""
+    step = mock.Mock(return_value=lambda state, batch: (state, state.step))
+    replay = mock.Mock(return_value=lambda params, batch: batch)
+    monkeypatch.setattr(run_module, "make_train_step", step)
+    monkeypatch.setattr(programs, "make_replay", replay)
+    fields = {"train__microbatches": 2, "train__validation_batches": 0}
+    fields |= {"guard__replay": True, "guard__spike_sigmas": 6.0}
+    programs.compile_programs(Run(MeshShape(), "vanilla", **fields).resolved, {})
+    made = step.call_args.kwargs, replay.call_args.kwargs
+    assert [options["microbatches"] for options in made] == [2, 2]
+    assert made[0]["spike_sigmas"] == 6

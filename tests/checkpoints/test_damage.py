@@ -370,6 +370,8 @@ def test_a_second_failed_save_or_a_last_one_ends_the_run(
         with checkpoints(directory, logged.append, keep=1) as saved:
             for step in steps:
                 saved.save(step, state(step))
+                if step == 40:
+                    saved.check_fingerprint()  # notices it, and forgets nothing
             if then:
                 raise then
     assert before.items() <= files(directory).items()

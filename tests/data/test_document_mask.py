@@ -52,6 +52,7 @@ def test_tokens_see_what_the_mask_shows_and_lose_targets_that_they_see(
             np.testing.assert_array_equal(*same, err_msg=name, strict=True)
         for bound in (row.k_start, row.k_end):
             assert (np.diff(bound) >= 0).all() and bound.dtype == np.int32
+            assert bound.max() <= LENGTH  # a target behind the row is no key
 
 
 @pytest.mark.parametrize("mask", MASKS)

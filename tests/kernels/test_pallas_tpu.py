@@ -215,6 +215,7 @@ def test_causal_gradients_are_exact_and_need_no_partial_tiles(
     for k_start, k_end, has_partial in (
         (none, index + 1, False),
         (none, index, False),
+        (none, np.minimum(index + 2, 512), True),  # a row ends in the next granule
         (none, stripe + 128, False),
         (none, stripe, group == 1),
         (np.where(index < 400, none, 256), stripe + 128, True),  # two documents

@@ -64,16 +64,22 @@ def test_tpus_send_half_of_the_heads_each_way_if_not_all_one_way(
 
 @pytest.mark.parametrize("one_way, shifts", [(True, {1}), (False, {1, 3})])
 def test_counted_shards_of_zigzag_go_one_way_where_asked(one_way, shifts):
+    mesh = jax.make_mesh((2, 4), ("data", "ring"))
     attend = make_ring_attention(
-        ring_mesh(4), layout=layout.Zigzag(), count_steps=True, one_way=one_way
+        mesh, layout=layout.Zigzag(), count_steps=True, one_way=one_way
     )
-    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     program = jax.jit(lambda x, ids: attend(x, x, x, masks.documents(ids)))
-    pairs = re.findall(
-        r"source_target_pairs = dense<\[\[0, (\d)\]", program.lower(x, ids).as_text()
-    )
+    program = program.trace(x, ids)
+    text = program.lower().as_text()
+    pairs = re.findall(r"source_target_pairs = dense<\[\[0, (\d)\]", text)
     assert {int(target) for target in pairs} == shifts
+    # Keys and values, in the first step and in the loop; the last sends none.
+    assert len(pairs) == 2 * 2 * len(shifts)
+    # All rings take as many steps: a device would wait for those that take fewer.
+    (counted,) = re.findall(r"pmax\[\s*axes=\((.*)\)", str(program.jaxpr))
+    assert {*re.findall(r"\w+", counted)} == {"data", "ring"}
 
 
 @pytest.mark.parametrize(

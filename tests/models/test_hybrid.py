@@ -11,6 +11,7 @@ import pytest
 from data.batch import Batch
 from kernels.layouts import permute
 from models.flops import train_flops
+from tasks.layout_choice import state_times, states_of
 from tests.cases import pairs
 from tests.small.models import LENGTH, Run, assert_same, rows, run_on
 from training.sharding.mesh import MeshShape
@@ -101,6 +102,17 @@ def test_operations_are_counted():
     pair = 3 * 4 * sizes.num_heads * sizes.head_dim
     wanted = 6 * tokens * sum(matrices) + delta + 9 * pair
     assert train_flops(sizes, tokens, 9) == wanted
+
+
+@pytest.mark.parametrize("remat, forwards", [("everything", 1), ("nothing", 2)])
+def test_states_are_sent_in_every_forward_and_one_backward(remat, forwards):
+    """And computed as in two more."""
+    fields = {"remat": remat, "train__microbatches": 2}
+    run = run_on(MeshShape(ring=2), "zigzag", FAMILY, **fields).resolved
+    products, sent = states_of(run).forward(run.chip)
+    layers = 2 * len(run.sizes.numbers(is_delta=True))
+    wanted = layers * (forwards + 2) * products, layers * (forwards + 1) * sent
+    assert state_times(run, run.chip) == pytest.approx(wanted) and sent > 0
 
 
 @pytest.mark.parametrize(("changes", "said"), pairs("models.txt", "hybrid"))

@@ -82,6 +82,7 @@ def test_rings_of_a_step_are_those_that_remat_runs():
     budget = {"remat_budget_gib": 8.5 * 16384 * 8320 / 2**30}
     for fields, times in (
         ({"remat": "attention"}, [32, 32]),
+        ({"remat": "attention", "train.microbatches": 2}, [64, 64]),
         ({"remat": "nothing"}, [2 * 32, 32]),
         (budget, [2 * 24, 8, 32]),
     ):

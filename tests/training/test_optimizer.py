@@ -265,6 +265,9 @@ def test_states_are_sharded_as_parameters_are(kind):
 
     like = programs(kind, CUBE)[1]
     jax.tree_util.tree_map_with_path(check, like.optimizer_state)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(like.params["layers"])}
+    is_far = KINDS[kind].get("placement") == "host_all"
+    assert ("pinned_host" in kinds) == is_far and len(kinds) == 1
 
 
 def test_adafactor_keeps_rows_and_columns(rng):
