@@ -9,7 +9,8 @@ import pytest
 
 from tests.cases import pairs, table
 from tools import figures
-from tools.figures import agent, bounds, last_over, read_returns, returns
+from tools.figures import bounds, last_over, returns
+from tools.lib.exorl.results import agent, read_returns
 from tools.lib.exorl.scores import interval
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
