@@ -183,10 +183,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
       ValueError, KeyError, TypeError: as `_by_world`.
     """
     kept = {name: value for name, value in results.items() if name != "seeds"}
-    rows_of_world = kept.get("worlds")
     kept = _by_world(kept)
-    if len(kept["worlds"]) == 1:
-        kept["worlds"] = rows_of_world  # rows of one world stay
     for outcome in kept["contexts"].values():
         outcome["returns"] = outcome["returns"].round(4).tolist()
         outcome["best_before"] = outcome["best_before"].round(4).tolist()
