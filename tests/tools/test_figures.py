@@ -9,7 +9,8 @@ import pytest
 
 from tests.cases import pairs, table
 from tools import figures
-from tools.figures import agent, bounds, last_over, read_returns, returns
+from tools.figures import bounds, last_over, returns
+from tools.lib.exorl.results import agent, read_returns
 from tools.lib.exorl.scores import interval
 
 COMMITTED = Path(figures.__file__).parents[1] / "results/cpu"
@@ -78,6 +79,11 @@ def test_seeds_make_one_curve_and_rows_of_one_world_one_value(tmp_path):
     levels = {text.get_text(): text.get_position()[1] for text in left.texts}
     assert levels == {"knows the world": 20, "random actions": 0.5}
     assert right.lines[0].get_xydata().tolist() == [[4, 5], [10, 8]]
+    assert right.get_xticks().tolist() == [4, 10]
+    assert left.get_xlim()[0] == 0.5
+    (legend,) = left.figure.legends
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == [name, "own episodes before", "Q-learning from scratch"]
 
 
 def test_of_one_world_intervals_are_of_its_rows(tmp_path):
@@ -112,7 +118,7 @@ def test_of_one_world_intervals_are_of_its_rows(tmp_path):
         read(tmp_path, one, results(rows[:2], 1, **made | {"worlds": [7] * 2}))
 
 
-def test_a_summary_makes_the_same_numbers_without_rows(tmp_path):
+def test_a_summary_makes_the_same_numbers_without_rows(tmp_path, capsys):
     """Means of worlds in the place of rows, and the best of each row's episodes."""
     rows = [[1.0, 9.0, 4.0], [3.0, 7.0, 8.0], [5.0, 1.0, 6.0]]
     others = {"other": [[2.0], [4.0], [6.0]]}
@@ -133,7 +139,11 @@ def test_a_summary_makes_the_same_numbers_without_rows(tmp_path):
         again = tmp_path / "again.json"
         assert figures.main(["summary", str(short), "--output", str(again)]) == 0
         assert again.read_text() == short.read_text()
-    assert figures.main(["summary", str(whole), str(whole), "--output", "x"]) != 0
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(results(rows, 1, contexts=others, worlds=[7] * 3)))
+    capsys.readouterr()
+    assert figures.main(["summary", str(whole), str(other), "--output", "x"]) != 0
+    assert "a summary is of one file, got 2" in capsys.readouterr().err
 
 
 DIGESTS = {"trajectories": "a", "parameters": "b"}
