@@ -78,7 +78,7 @@ os.environ["XLA_FLAGS"] += f" --xla_flag={index}"
 os.environ["LIBTPU_INIT_ARGS"] = f"--xla_tpu={index}"
 jax.config.update("jax_enable_x64", index == "0")
 record.jaxlib.__version__ = f"0.{index}"
-shutil.copytree(Path(record.__file__).parent, "sources/training")
+shutil.copytree(Path(record.__file__).parents[1], "sources/training")
 Path(f"sources/train.py").write_text(index)
 record.__file__ = f"{os.getcwd()}/sources/training/saved/record.py"
 say(lambda: record.agreed(dict))

@@ -155,7 +155,7 @@ def _program() -> dict[str, str]:
     """Returns what decides, beside its settings, which programs a run compiles."""
     # Sources too: after a pull on one host alone all would train together, by programs
     # that differ.
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     files = []
     for folder in "kernels", "models", "data", "training", "tasks":
