@@ -3,9 +3,8 @@
 A *plan* says which tokens each row holds: `PackedRows`, `WholeRows` or `DocumentRows`,
 and its mask which of them see each other. An *order* says which row is read when:
 `Shuffled` or `InOrder`, or by work (`data/balance.py`). `TextBatches` joins them and
-gives the batch of any step, as the blocks that this host's devices hold. What a step
-reads is a function of its number (and the seed) alone, never of hosts, mesh, ring or
-layout, so the whole state of the data is one step number. `iterate` reads ahead.
+gives the batch of any step, as the blocks that this host's devices hold: a function of
+the step's number and the seed alone, never of hosts, mesh, ring or layout.
 """
 
 import contextlib

@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
 
 from data.json_text import parse_json
 from tasks.command_line import Parser, as_program
@@ -224,9 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         with replacing(chosen.output) as part:
             returns(tasks).savefig(part, format="png", dpi=110)
-            # 256 colours: a third of the bytes. Without `kmeans` thin lines change.
-            drawn = Image.open(part).convert("RGB")
-            drawn.quantize(256, kmeans=3).save(part, format="png", optimize=True)
     print(f"written to {chosen.output}")
 
 
