@@ -30,7 +30,6 @@ from data.text.reading.row_files import InputFile, TextDocument, read_documents
 from data.text.reading.skipped import (
     BadRow,
     Skipped,
-    check_markup,
     find_markup,
     printable,
 )
@@ -108,7 +107,6 @@ def write_corpus(
     least_held_out: int,
     on_bad_row: Callable[[BadRow], None] | None = None,
     validation_fraction: float | None = None,
-    keep_markup: bool = False,
     workers: int | str | None = None,
     **chosen: Any,
 ) -> Summary:
@@ -124,14 +122,13 @@ def write_corpus(
       on_bad_row: called with the first bad rows, which are skipped; None: one ends it.
       validation_fraction: share of characters to hold out (see `Holdout`), if no files
         are held out. None: 2 %, and of small corpora up to 10 %.
-      keep_markup: whether most rows may have markup, which is learned as text.
       workers: where it is made (see `make_parts`), on which no byte of it depends.
       chosen: `pattern` and `splits`, as of `list_inputs`.
 
     Raises:
       FileNotFoundError, FileExistsError: an input is missing, the output is not empty.
       ValueError: an input is not what it is called, a row is bad, the inputs have no
-        good one or mostly markup, or the fraction is not between 0 and 1.
+        good one, or the fraction is not between 0 and 1.
     """
     holdout = Holdout(validation_fraction, least_held_out)
     listed = list_inputs(inputs, **chosen)
@@ -148,8 +145,6 @@ def write_corpus(
             if on_bad_row is not None:
                 for row in part.errors:
                     on_bad_row(row)
-        if not keep_markup:
-            check_markup(summary.markup, summary.good)
         if not summary.rows:
             _refuse_empty(summary, rows.wanted, inputs)
         with writer:

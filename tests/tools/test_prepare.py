@@ -77,23 +77,6 @@ def test_what_was_read_is_printed_and_recorded(tmp_path, capsys):
     assert (meta["sources"]["files"], meta["end_of_document"]) == (13, 256)
 
 
-def test_mostly_markup_is_learned_where_that_is_asked_for(tmp_path, capsys):
-    """More than half of one kind."""
-    texts = {"a.html": "<html>a", "b.html": "<html>b", "c": "{}", "d": "words"}
-    source = fill(tmp_path / "in", texts)
-    arguments = [str(source), "--output", str(tmp_path / "half")]
-    assert prepare_text.main(arguments) == 0
-    (source / "d").unlink()
-    arguments[2] = str(tmp_path / "out")
-    assert prepare_text.main(arguments) == 1
-    said = (
-        f"error: 2 of 3 documents have markup (HTML or XML), as {source}/a.html, which"
-    )
-    assert said in capsys.readouterr().err
-    assert prepare_text.main([*arguments, "--keep-markup"]) == 0
-    assert sorted(sum(read_both(tmp_path / "out"), [])) == ["<html>a", "<html>b", "{}"]
-
-
 def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
     source, out, bad = tmp_path / "in.jsonl", tmp_path / "out", rows(6)
     bad[1]["conversations"][0]["from"] = "robot"

@@ -41,7 +41,6 @@ def input_parser(description: str | None, what: str) -> Parser:
     bad = f"rows that are not {what}; skipped ones are reported (stop)"
     cores = "processes (default: as many as there are cores, of 64 MiB or more each)"
     nodes = "Ray cluster to take in place of this machine's cores: auto, or HOST:PORT"
-    marks = f"learn markup as text though most of the {what} have it"
     add("inputs", nargs="+", type=as_path, metavar="INPUT", help=formats)
     add("--output", required=True, type=as_path, help="directory to write, a new one")
     add("--tokenizer", help=tokens)
@@ -53,7 +52,6 @@ def input_parser(description: str | None, what: str) -> Parser:
     makers = parser.add_mutually_exclusive_group()
     makers.add_argument("--workers", type=at_least(1), help=cores)
     makers.add_argument("--ray", dest="workers", metavar="ADDRESS", help=nodes)
-    add("--keep-markup", action="store_true", help=marks)
     return parser
 
 
@@ -77,7 +75,6 @@ def input_options(chosen: argparse.Namespace) -> dict[str, Any]:
         "on_bad_row": _reporter() if chosen.bad_rows == "skip" else None,
         "workers": chosen.workers,
         "validation_fraction": chosen.validation_fraction,
-        "keep_markup": chosen.keep_markup,
         "pattern": chosen.pattern,
         "splits": tuple(chosen.splits.split(",")) if chosen.splits else (),
     }

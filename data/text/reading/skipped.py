@@ -1,8 +1,7 @@
 """What was left out of a corpus, or looks like no words, and why: never in silence.
 
-A model would learn markup as if it were words. Not all of it is a mistake: a text about
-chat templates names their tokens. So it is reported, and only refused where most
-documents have it.
+A model learns markup as if it were words. That may be meant, as of a corpus of web
+pages or of code: it is reported, and ends nothing.
 """
 
 import json
@@ -13,8 +12,6 @@ MOST_REASONS = 12
 """Reasons that are listed, the most frequent first."""
 MOST_REPORTED = 20
 """Skipped rows that are named one by one."""
-MOST_MARKUP = 0.5
-"""Share of documents with one kind of markup beyond which it is refused."""
 SPECIAL = "names of special tokens, as <|im_start|>"
 TAGS = "HTML or XML"
 JSON = "JSON"
@@ -96,24 +93,6 @@ def names_special_tokens(text: str) -> bool:
     """Returns whether a text has the name of a special token, as <|im_start|>."""
     has_part = any(part in text for part in _PARTS)
     return has_part and _SPECIAL.search(text) is not None
-
-
-def check_markup(markup: Skipped, documents: int) -> None:
-    """Refuses documents that are mostly markup.
-
-    markup: documents with some, by its kind. documents: how many there are in all.
-
-    Raises:
-      ValueError: more than `MOST_MARKUP` of them have one kind.
-    """
-    for kind, count in markup.counts.items():
-        if count > MOST_MARKUP * documents:
-            raise ValueError(
-                f"{count} of {documents} documents have markup ({kind}), as "
-                f"{markup.first[kind]}, which would be learned as text: prepare "
-                "conversations as rows of their turns (tools.prepare_chat), take the "
-                "markup out of texts, or keep it (--keep-markup)"
-            )
 
 
 def _is_json(text: str) -> bool:
