@@ -1,22 +1,20 @@
 """Agents that find out in context which of many worlds they are in, on two cores.
 
 No observation shows the world: a goal in Dark Room (10x10 with 100 steps an episode, or
-9x9 with 20), a goal of a point mass, or the speed that a cheetah has to run at. The
-last two are families of tasks: the same exploratory steps, of ExoRL's format, with
-rewards of their own.
+9x9 with 20), or a goal of a point mass: tasks that share their exploratory steps, of
+ExoRL's format, with rewards of their own.
 
-Command, with WORLDS dark_room/10x10, dark_room/9x9, point_mass/goals or cheetah/speeds,
-and AGENT dpt (Decision-Pretrained Transformer; not for speeds), ad (Algorithm
-Distillation; for rooms), at (Agentic Transformer), dt (Decision Transformer) or bc
-(behaviour cloning of the best 10 %). For rooms, with KIND exploration for dpt, else
-learning:
+Command, with WORLDS dark_room/10x10, dark_room/9x9 or point_mass/goals, and AGENT dpt
+(Decision-Pretrained Transformer), ad (Algorithm Distillation; for rooms), at (Agentic
+Transformer), dt (Decision Transformer) or bc (behaviour cloning of the best 10 %). For
+rooms, with KIND exploration for dpt, else learning:
   python -m tools.make_dark_room --room ROOM --recorded KIND \\
       --output trajectories/dark_room/ROOM/KIND
-For a TASK of a DOMAIN:
-  python -m tools.make_exorl --domain DOMAIN --action-repeat 10 --episodes 600 \\
+For a point mass:
+  python -m tools.make_exorl --domain point_mass --action-repeat 10 --episodes 600 \\
       --output datasets
-  python -m tools.pack_exorl --root datasets --domain DOMAIN --algorithm scripted \\
-      --task TASK --worlds 300 --action-repeat 10 --piece 20 --cache trajectories
+  python -m tools.pack_exorl --root datasets --domain point_mass --algorithm scripted \\
+      --task goals --worlds 300 --action-repeat 10 --piece 20 --cache trajectories
 Then, and `tools.evaluate exorl` after it:
   python train.py --config=configs/icrl.py:WORLDS/AGENT
 (python train.py --config=configs/icrl.py is point_mass/goals/dpt)
@@ -31,7 +29,6 @@ from configs.agents import AGENTS, learns_in_context
 # worlds: (steps of an episode, episodes in a context, updates, agents)
 _WORLDS = {
     "point_mass/goals": (20, 8, 1000, ("dpt", "at", "dt", "bc")),
-    "cheetah/speeds": (20, 8, 1000, ("at", "dt", "bc")),
     "dark_room/10x10": (100, 6, 3000, AGENTS),
     "dark_room/9x9": (20, 20, 1000, AGENTS),
 }

@@ -9,7 +9,7 @@ The first reads DATASETS/walker/rnd/buffer/*.npz, as ExoRL's archives lie when t
 unzipped (https://dl.fbaipublicfiles.com/exorl/DOMAIN/ALGORITHM.zip), and writes
 CACHE/walker/rnd/stand/ and the others. The second writes one file of 100 worlds: the
 same steps, with the rewards of 100 tasks that differ in a target. Families of tasks are
-goals of a point_mass, and speeds of a cheetah.
+goals of a point_mass.
 """
 
 import argparse

@@ -39,8 +39,6 @@ GOAL_RADIUS, GOAL_MARGIN, FARTHEST_GOAL = 0.03, 0.07, 0.25
 """Metres, of a point mass between walls 0.3 from the middle."""
 NEAR_GOAL, BRAKING = 0.1, 0.3
 """Metres from the goal at which the expert slows down, and seconds it looks ahead."""
-SPEED_MARGIN, FASTEST = 0.5, 1.0
-"""Metres a second, of a cheetah that noise moves."""
 
 
 def _goal_rewards(physics: Any, goals: np.ndarray) -> np.ndarray:
@@ -54,34 +52,27 @@ def _way_to_goals(observations: np.ndarray, goals: np.ndarray) -> np.ndarray:
     return np.clip((goals - positions - BRAKING * velocities) / NEAR_GOAL, -1, 1)
 
 
-def _speed_rewards(physics: Any, speeds: np.ndarray) -> np.ndarray:
-    off = np.abs(speeds[:, 0] - physics.speed())
-    return np.clip(1 - off / SPEED_MARGIN, 0, 1)
-
-
 class Family(NamedTuple):
     """Tasks that differ in a target, which no observation shows.
 
     base: task of the suite that all else is of. largest: float (k,), targets are drawn
       evenly between these and their negatives.
     rewards: from the simulator and targets (W, k) to their rewards (W,).
-    best: from observations (..., size) and targets (..., k) to good actions (..., A);
-      None where nobody knows them.
+    best: from observations (..., size) and targets (..., k) to good actions (..., A).
     """
 
     base: str
     largest: tuple[float, ...]
     rewards: Callable[[Any, np.ndarray], np.ndarray]
-    best: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    best: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 FAMILIES = {
-    ("cheetah", "speeds"): Family("run", (FASTEST,), _speed_rewards),
     ("point_mass", "goals"): Family(
         "easy", (FARTHEST_GOAL,) * 2, _goal_rewards, _way_to_goals
     ),
 }
-"""Rewards fall from 1 to 0 with the distance from a goal, or from a speed forward."""
+"""Rewards fall from 1 to 0 with the distance from a goal."""
 
 
 class Step(NamedTuple):

@@ -159,7 +159,7 @@ class TrajectoryFile:
         rewards = self.rewards.take(of_world + rows - begins)
         steps = self.steps.take(rows)
         columns = [steps, rewards[..., None]]
-        if self.family and self.family.best:
+        if self.family:
             seen = steps[..., : self.observation_size]
             targets = self.family.best(seen, self.targets[worlds])
             columns.insert(1, targets.astype(np.float32))
@@ -203,9 +203,7 @@ class TrajectoryFile:
     @property
     def has_targets(self) -> bool:
         """Whether the steps say what should have been done there."""
-        if self.family and self.family.best:
-            return True
-        return self.index.get("has_targets", False)
+        return self.family is not None or self.index.get("has_targets", False)
 
     @property
     def action_repeat(self) -> int:

@@ -59,12 +59,6 @@ def test_rewards_of_a_family_fall_with_the_distance_from_its_target():
     environment.set_physics(np.array([0.1, 0, 0, 0]))
     # Within 0.03 of the first; beyond that half of 0.07 from the second.
     np.testing.assert_allclose(environment.rewards(), [1, 0.5, 0], atol=1e-6)
-    speeds = np.array([[0.5], [-0.5], [0.25]])
-    environment = Environment("cheetah", "speeds", speeds)
-    moving = np.zeros(18)
-    moving[9] = 0.5  # of the torso along x, in metres a second
-    environment.set_physics(moving)
-    np.testing.assert_allclose(environment.rewards(), [1, 0, 0.5], atol=1e-6)
 
 
 def test_a_simulator_that_is_missing_or_of_another_version_is_refused(monkeypatch):

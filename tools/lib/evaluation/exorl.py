@@ -195,7 +195,7 @@ def _simulated(
     file: TrajectoryFile, play: Play, contexts: dict[str, Context], rows: np.ndarray
 ) -> dict[str, float]:
     """Returns mean returns of random actions, and of a family's expert."""
-    if not (file.family and file.family.best and "own" in contexts):
+    if not (file.family and "own" in contexts):
         return {}
     best = file.family.best
     targets = file.targets[rows]
