@@ -150,11 +150,9 @@ def check_alike(corpora: Sequence[TokenFile]) -> None:
 def _facts(corpus: TokenFile) -> dict[str, object]:
     tokenizer = open_tokenizer(corpus.tokenizer)
     file = tokenizer.path and describe_file(tokenizer.path)["sha256"][:12]
-    # Corpora of older programs do not have these tokens.
-    has_begin = int(corpus.tokens[:1][0]) in tokenizer.begin_of_document
     return {
         "vocabulary": corpus.vocab_size,
         "tokenizer": f"{tokenizer.name} {file or ''}".strip(),
         "end of documents": tokenizer.end_of_document,
-        "begin of documents": tokenizer.begin_of_document if has_begin else (),
+        "begin of documents": tokenizer.begin_of_document,
     }

@@ -26,8 +26,6 @@ FILES = "files"
 """Key of an index: the bytes and the SHA-256 of each file beside it, by name."""
 COMPARED_BYTES = 1 << 28
 """Files of up to this size, together, are always compared with their digests."""
-UNREAD = "blocks.sha256"
-"""Key of older indexes: the digest of a file beside them with digests by block."""
 _BYTES_AT_A_TIME = 1 << 22
 _GAP_BYTES = 1 << 16
 _identified: dict[Path, State] = {}
@@ -217,11 +215,8 @@ class PackedFormat:
         """
         directory = as_path(directory)
         index = self.read_index(directory)
-        named = {n: v for n, v in index.items() if n not in (*self.origin, UNREAD)}
+        named = {n: v for n, v in index.items() if n not in self.origin}
         described = digest(named)
-        if FILES not in index:
-            note = f"{directory} has no digests, of an older program: not compared"
-            return described, note
         sizes: dict[Path, int] = {}
         digests: dict[Path, str] = {}
         with self.parsing(directory, f"its {FILES}"):

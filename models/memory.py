@@ -141,10 +141,8 @@ class Execution:
 
     def __post_init__(self):
         if self.remat not in REMAT_POLICIES:
-            wanted = f"must be one of {', '.join(REMAT_POLICIES)}"
-            if self.remat == "tail":  # which older programs had
-                wanted = "is gone: set it to attention, or for less memory to nothing"
-            raise ValueError(f"remat={self.remat!r} {wanted}")
+            known = ", ".join(REMAT_POLICIES)
+            raise ValueError(f"remat={self.remat!r} must be one of {known}")
 
     def __str__(self) -> str:
         text = f"remat {self.remat}, feed-forward {_tokens(self.feed_forward_chunk)}"

@@ -150,19 +150,6 @@ def platforms(root: Path, environment: Mapping[str, str]) -> str | None:
     return None if is_other else "cpu"
 
 
-RENAMED_CONFIGS = {
-    "llama3_8b": "configs/models.py:llama3_8b/PLACE",
-    "qwen3_8b": "configs/models.py:qwen3_8b/PLACE",
-    "gemma3_12b": "configs/models.py:gemma3_12b/PLACE",
-    "pod": "configs/models.py:SIZE/v4",
-    "grow_context": "configs/models.py:olmo3_7b/h200_8k, then olmo3_7b/h200",
-    "exorl_at_32": "configs/exorl_at.py:32",
-    "exorl_at_128": "configs/exorl_at.py:128",
-    "icrl_cartpole": "configs/icrl.py:point_mass/goals/AGENT",
-    "icrl_dark_room": "configs/icrl.py:dark_room/ROOM/AGENT",
-    "icrl_tasks": "configs/icrl.py:DOMAIN/TASK/AGENT",
-}
-
 OF_AGENTS = "give one that starts from configs/agents.py, as configs/exorl_tiny.py does"
 
 CONFIG_FLAGS = """config:
@@ -275,8 +262,7 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
 def _made_by(file: str, name: str | None) -> ConfigDict:
     """Returns what the file's `get_config` returns, given a name if there is one."""
     if not Path(file).is_file():
-        now = RENAMED_CONFIGS.get(Path(file).stem, "one of configs/*.py")
-        raise ValueError(f"there is no config {file}: give {now}")
+        raise ValueError(f"there is no config {file}: give one of configs/*.py")
     try:
         get_config = runpy.run_path(file)["get_config"]
         config = get_config() if name is None else get_config(name)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from configs import agents, base
 from data.json_text import parse_json, short
 from tasks.config_errors import fields_by_name
-from training.saved.record import PINNED, RUN, is_old
+from training.saved.record import PINNED, RUN
 from training.saved.stored_step import is_named
 from training.saved.workdir import path_of, replace_text
 
@@ -22,8 +22,6 @@ FILE = "config.json"
 
 NOT_KEPT = ("workdir", "hosts.index")
 """Fields that the place of the file and the process say."""
-GONE = ("data.buffered_steps",)
-"""Fields of older programs that changed no number."""
 
 
 def write(config: ConfigDict, settings: Mapping[str, Any] | None = None) -> None:
@@ -63,7 +61,7 @@ def read(workdir: str) -> ConfigDict:
     Fields that the run's program did not have yet have their defaults.
 
     Raises:
-      FileNotFoundError: there is no run, or one of a program that kept no config.
+      FileNotFoundError: there is no run, or the workdir keeps no config.
       ValueError: the file is not JSON, or has a field that is unknown here or of
         another type.
     """
@@ -72,7 +70,7 @@ def read(workdir: str) -> ConfigDict:
         raise FileNotFoundError(f"there is no workdir {workdir}")
     if not path.exists():
         raise FileNotFoundError(
-            f"{workdir} has no {FILE}: it is of an older program, or of no run; give "
+            f"{workdir} has no {FILE}: no run has begun in it; give "
             f"--config=configs/NAME.py and --config.workdir={workdir} instead"
         )
     try:
@@ -80,15 +78,12 @@ def read(workdir: str) -> ConfigDict:
         if not isinstance(written, dict):
             raise ValueError(f"it must hold a JSON object, got {short(written)}")
         values = fields_by_name(ConfigDict(written))
-        values = {name: x for name, x in values.items() if not is_old(name, x)}
     except ValueError as error:
         raise ValueError(f"{path} is not JSON of a config ({error})") from error
-    all_fields = agents.get_config()
-    # Of older programs, runs of text have the fields of agents too.
-    config = all_fields if values.get("task") == "exorl" else base.get_config()
-    known = fields_by_name(all_fields)
-    kept = fields_by_name(config)
-    unknown = [n for n in values if n not in (*known, *GONE) or n in NOT_KEPT]
+    is_of_agents = values.get("task") == "exorl"
+    config = agents.get_config() if is_of_agents else base.get_config()
+    known = fields_by_name(config)
+    unknown = [n for n in values if n not in known or n in NOT_KEPT]
     if unknown:
         raise ValueError(
             f"{path} has fields that this program does not know: {', '.join(unknown)}; "
@@ -96,8 +91,7 @@ def read(workdir: str) -> ConfigDict:
         )
     typed = {}
     for name, value in values.items():
-        if name in kept:
-            typed[name] = _typed(f"{path}: {name}", value, known[name])
+        typed[name] = _typed(f"{path}: {name}", value, known[name])
     config.update_from_flattened_dict(typed | {"workdir": workdir})
     return config
 

@@ -93,8 +93,6 @@ def check_trained(
     field, digest, _ = identify(config)
     names = "held_out_share", "split_seed"
     here = {f"data.{name}": config.data[name] for name in names}
-    if settings:
-        settings = {"data.split_seed": 0, **settings}  # of older programs too
     for name, given in (here | {f"{field}.contents": digest}).items():
         trained = settings.get(name, given)
         if trained != given:

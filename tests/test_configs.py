@@ -116,9 +116,9 @@ def test_agents_config_makes_a_model_a_batch_and_an_optimizer(name):
     ("stem", "names", "episodes"),
     [
         ("exorl_tiny", exorl_tiny._NAMES, {"at": 4}),
-        ("icrl", icrl._NAMES[:7], {"dpt": 8, "at": 8}),
-        ("icrl", icrl._NAMES[7:12], {"dpt": 6, "ad": 6, "at": 6}),
-        ("icrl", icrl._NAMES[12:], {"dpt": 20, "ad": 20, "at": 20}),
+        ("icrl", icrl._NAMES[:4], {"dpt": 8, "at": 8}),
+        ("icrl", icrl._NAMES[4:9], {"dpt": 6, "ad": 6, "at": 6}),
+        ("icrl", icrl._NAMES[9:], {"dpt": 20, "ad": 20, "at": 20}),
     ],
 )
 def test_every_small_agent_is_a_config(stem, names, episodes):
@@ -265,19 +265,12 @@ def test_flags_are_on_top_and_the_workdir_is_where_the_file_is(tmp_path):
 
 
 def test_fields_of_agents_are_those_of_agents(tmp_path):
-    """Older programs wrote them into the configs of text too, and some that went."""
-    old = {"agent": {"chain_length": 2, "rank_embedding": False}}
-    old["data"] = {"predict": "targets", "threads": 2, "loss_on": "all"}
-    old["data"]["buffered_steps"] = 9
-    for kind in ("text", "exorl"):
-        (tmp_path / "config.json").write_text(json.dumps(old | {"task": kind}))
-        found = run_config.read(str(tmp_path))
-        assert (found.task, found.data.threads) == (kind, 2)
-        assert ("agent" in found) == ("predict" in found.data) == (kind == "exorl")
-    assert (found.agent.chain_length, found.data.predict) == (2, "targets")
-    old["data"]["loss_on"] = "last"
-    (tmp_path / "config.json").write_text(json.dumps(old | {"task": "exorl"}))
-    with pytest.raises(ValueError, match="does not know: data.loss_on"):
+    kept = {"data": {"predict": "targets", "threads": 2}, "task": "exorl"}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    config = run_config.read(str(tmp_path))
+    assert (config.data.predict, config.data.threads) == ("targets", 2)
+    (tmp_path / "config.json").write_text(json.dumps(kept | {"task": "text"}))
+    with pytest.raises(ValueError, match="does not know: data.predict"):
         run_config.read(str(tmp_path))
 
 
@@ -295,7 +288,7 @@ def test_a_workdir_without_it_is_refused_with_what_to_give(tmp_path):
         read_config([f"--workdir={tmp_path}/nowhere"])
     with pytest.raises(FileNotFoundError) as caught:
         read_config([f"--workdir={tmp_path}"])
-    assert "has no config.json: it is of an older program" in str(caught.value)
+    assert "has no config.json: no run has begun in it; give " in str(caught.value)
     assert f"--config.workdir={tmp_path} instead" in str(caught.value)
     with pytest.raises(ValueError, match=r"--config=a and --workdir=b .* give one of"):
         read_config(["--config=a", "--workdir=b"])

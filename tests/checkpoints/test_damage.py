@@ -279,7 +279,7 @@ def fail_stat(patch: pytest.MonkeyPatch, step: Path, times: int) -> None:
 def test_a_step_that_is_named_but_cannot_be_looked_at_is_not_passed_over(
     directory, monkeypatch
 ):
-    (directory / "30/commit_success.txt").unlink()  # older steps have none
+    (directory / "30/commit_success.txt").unlink()
     (directory / "012").mkdir()
     (directory / "40").touch()
     waits = []

@@ -74,7 +74,7 @@ def test_wide_vocabularies_are_stored_wide(tmp_path, vocab_size, dtype):
     assert corpus.tokens[:].tolist() == [0, largest] and corpus.largest_token == largest
 
 
-def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
+def test_where_texts_are_from_is_not_which_they_are(tmp_path):
     source = tmp_path / "a.txt"
     source.write_text("text")
     for name in "one", "other":
@@ -84,24 +84,10 @@ def test_a_corpus_of_before_there_were_sources_is_the_same(tmp_path):
             writer.add_sources([{"path": str(source)} | describe_file(source)])
         source.write_text("other text")
     digest, _ = identify(tmp_path / "one")
-    (tmp_path / "one" / "sources.jsonl").unlink()
-    for field in "sources", "end_of_document":
-        set_field(tmp_path / "one" / "meta.json", field, None)
     assert identify(tmp_path / "one") == identify(tmp_path / "other") == (digest, "")
-    set_field(tmp_path / "one" / "meta.json", "has_loss_mask", None)
-    found = TokenFile.open(tmp_path / "one", "train")
-    assert found.tokens[:].tolist() == [0, 1, 2] and found.vocab_size == 257
-    assert found.loss_mask is None
-    # One with digests by block, and one from before there were digests.
-    index = tmp_path / "other" / "meta.json"
-    index.write_text(
-        index.read_text().replace('"files"', '"blocks.sha256": 0, "files"')
-    )
-    assert identify(tmp_path / "other") == (digest, "")
     set_field(tmp_path / "one" / "meta.json", "files", None)
-    other, unread = identify(tmp_path / "one")
-    assert other != digest and "has no digests, of an older program" in unread
-    assert TokenFile.open(tmp_path / "one", "train").tokens.size == 3
+    with pytest.raises(ValueError, match="meta.json does not describe its files"):
+        identify(tmp_path / "one")
 
 
 def test_corpus_keeps_its_tokenizer(tmp_path):

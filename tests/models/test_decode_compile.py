@@ -32,7 +32,7 @@ SIZES = {
 
 @pytest.mark.parametrize("is_block", [False, True], ids=["step", "block"])
 @pytest.mark.parametrize(
-    "topology", ["v4:2x2x1", pytest.param("h200:1x1x4", marks=pytest.mark.slow)]
+    "topology", ["v4:2x2x1", pytest.param("h200:1x4", marks=pytest.mark.slow)]
 )
 def test_a_step_needs_less_than_a_layer_beside_the_cache(topology, is_block):
     """And a block of new tokens twice its scores besides, of 256 MiB at most."""

@@ -132,7 +132,7 @@ TOKENS, INPUTS, OUTPUTS, RANK = 8192, 2048, 512, 16
 @pytest.mark.thorough
 def test_terms_of_an_inputs_gradient_are_summed_one_by_one():
     """Compiled for a GPU, where a sum of all six would hold them all."""
-    mesh = Mesh(np.array(aot_pod("h200:1x1x1").devices).reshape(1), ("ring",))
+    mesh = Mesh(np.array(aot_pod("h200:1x1").devices).reshape(1), ("ring",))
 
     def array(*shape: int, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, PartitionSpec())

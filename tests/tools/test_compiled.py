@@ -224,7 +224,7 @@ def test_what_cannot_be_described_is_refused(asked, said):
         tpu_devices(topology, *map(int, devices))
 
 
-NO_TOPOLOGY = "h200:1x9 h200:1x1x16 h100:2x2x8 v5p-99999 v5p b200 v5e:16x32 v5e:2x2x2"
+NO_TOPOLOGY = "h200:1x9 h200:1x1x8 h100:2x2x8 v5p-99999 v5p b200 v5e:16x32 v5e:2x2x2"
 NO_TOPOLOGY += " v4:16x16x32 v4:2x2 v5e:02x2 v5p-100 v5p-3 v5litepod-1"
 
 

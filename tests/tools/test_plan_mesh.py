@@ -232,12 +232,12 @@ def test_rows_that_count_their_steps_end_with_their_documents():
 def test_suggestions_are_printed_and_written(tmp_path, capsys):
     output = tmp_path / "meshes.json"
     config = "--config=configs/h200_1b.py", "--config.data.batch_rows=8"
-    options = "--topology=h200:1x1x8", "--suggest", "--documents", "4096"
+    options = "--topology=h200:1x8", "--suggest", "--documents", "4096"
     plan_pod.main([*config, *options, f"--output={output}"])
     rows = json.loads(output.read_text())
     assert {np.prod(list(row["mesh"].values())) for row in rows} == {8}
     found = suggestions(read_config(config), 8, H200, (4096,))
-    what = {"topology": "h200:1x1x8", "documents": [4096], "rows": 8}
+    what = {"topology": "h200:1x8", "documents": [4096], "rows": 8}
     what["context"] = read_config(config).data.context_tokens
     assert rows == [what | one.row() for one in found]
     printed = capsys.readouterr().out.splitlines()[1].split()[: len(MESH_AXES)]

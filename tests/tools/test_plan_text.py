@@ -175,7 +175,7 @@ def test_families_fit_the_smallest_chips_and_wait_for_no_ring(name):
 def test_a_step_on_gpus_hides_its_ring_and_gathers_parameters_in_bfloat16():
     """With shards so large that XLA sends keys and values apart."""
     config = read_config(["--config=configs/h200_1b.py", "--config.mesh.ring=4"])
-    plan = Plan.of(Step.of(config, aot_pod("h200:1x1x4")))
+    plan = Plan.of(Step.of(config, aot_pod("h200:1x4")))
     assert (plan.device_kind, plan.implementation) == ("NVIDIA H200", "hopper")
     layers = config.model.num_layers
     assert sent(plan).count == layers * (4 * 3 + 2 * 4)

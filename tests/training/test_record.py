@@ -21,24 +21,11 @@ from data.text.tokens.tokenizer import ByteTokenizer
 from tasks.text import TextRun
 from tests.small.runs import small_config
 from tests.support.processes import Processes, free_port
-from training.saved import record, workdir
+from training.saved import workdir
 from training.saved.digest import digests
 from training.saved.weights import save_parameters
 from training.saved.workdir import LOCK, locked, make_writable, replace_text
 from training.sharding.feed import global_batch
-
-
-def test_a_setting_that_went_is_no_change_where_it_changed_nothing():
-    said = []
-    for old in "all", "last":
-        saved = {7: {record.RUN: "a", record.SETTINGS: {"data.loss_on": old}}}
-        if old == "all":
-            record.continued(saved, {}, (), said.append)
-            continue
-        with pytest.raises(ValueError, match="data.loss_on: saved last, this run no"):
-            record.continued(saved, {}, (), said.append)
-    assert said == []
-
 
 # Says for each case what the processes agree on, or what they say that differs.
 PROGRAM = """

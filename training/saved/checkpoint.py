@@ -117,7 +117,7 @@ class Checkpoints:
     def records(self) -> dict[int, dict[str, Any]]:
         """Returns the record of each step, the newest first, without damaged steps.
 
-        It is empty for steps saved before there were records.
+        It is empty for imported weights.
         """
         records = {}
         for stored in self._newest_first():

@@ -35,13 +35,6 @@ OPTIONS = (
 ).split()
 """JAX's options that change what is computed, or how."""
 
-REMOVED = {
-    "agent.method": "transformer",
-    "agent.rank_embedding": False,
-    "data.loss_on": "all",
-}
-"""Settings that only older programs had, with the values that all runs have now."""
-
 
 def continued(
     saved: Mapping[int, Mapping[str, Any]],
@@ -52,8 +45,8 @@ def continued(
     """Returns the record of a new or resumed run; logs what has changed since.
 
     Args:
-      saved: the record that each checkpoint holds, the newest first; empty where there
-        was none.
+      saved: the record that each checkpoint holds, the newest first; empty for
+        imported weights.
       settings: of this start, JSON values by dotted name.
       may_change: names of settings that may change though they say which data a step
         reads; "run" where the checkpoints may be of several runs.
@@ -77,11 +70,6 @@ def continued(
         newest = saved[step]
         if newest:
             _compare(step, newest[SETTINGS], settings, may_change, say)
-        else:
-            say(
-                f"step {step} was saved without its settings, by an older program: "
-                "what has changed since is not known"
-            )
     # The first process's: each of them would draw another one.
     name = newest.get(RUN) or f"{first_says(secrets.randbits(31)):08x}"
     return {RUN: name, SETTINGS: dict(settings)}
@@ -95,12 +83,11 @@ def _compare(
     say: Callable[[str], None],
 ) -> None:
     """Logs every change; refuses those of what a step reads."""
-    saved = {name: value for name, value in saved.items() if not is_old(name, value)}
     changes = differences(saved, settings, may_differ=["may_change"])
     refused = {}
     for name, change in changes.items():
         is_pinned = is_named(name, PINNED) and not is_named(name, may_change)
-        is_new = name not in saved  # by an older program, which had no such field
+        is_new = name not in saved  # the program that saved it had no such field
         if is_pinned and not is_new and name not in PATHS:
             refused[name] = change
     if refused:
@@ -112,11 +99,6 @@ def _compare(
         )
     for name, (before, now) in changes.items():
         say(f"changed since step {step}: {name}: {before} -> {now}")
-
-
-def is_old(name: str, value: Any) -> bool:
-    """Returns whether a setting is one of REMOVED that changes nothing."""
-    return name in REMOVED and value == REMOVED[name]
 
 
 def agreed(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from training.saved.digest import digests, not_finite
 STATE, META = "state", "meta"
 FINGERPRINT, LEAVES, CHECKSUM = "fingerprint", "leaves", "crc32"
 RECORD = "record"
-"""Key of the run's record (see `training/saved/record.py`); absent in older steps."""
+"""Key of the run's record (see `training/saved/record.py`)."""
 PARAMETERS = "params"
 """Name of the parameters in a saved train state."""
 
@@ -137,7 +137,7 @@ class StoredStep:
 
         Raises:
           DamagedStep: on some process an array is missing, or it has other bits than
-            the one that was saved, or holds nan or inf, as older trainers saved.
+            the one that was saved, or holds nan or inf.
           OSError: it could not be read, several times.
         """
         state = together(self, lambda: self._read_arrays(abstract), self.sleep)

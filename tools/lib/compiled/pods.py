@@ -307,9 +307,11 @@ def aot_pod(name: str) -> Pod:
     if chip not in known or re.fullmatch(r"\d+(x\d+)+", shape) is None:
         raise ValueError(refusal)
     if chip in GPUS:
-        *ones, hosts, gpus = map(int, shape.split("x"))  # 1x1x8 is an older name
-        if {1} >= {*ones} and 1 <= gpus <= GPUS_OF_A_HOST and 1 <= hosts <= MOST_HOSTS:
-            return Pod(name, gpu_devices(chip, gpus, hosts))
+        sizes = [int(size) for size in shape.split("x")]
+        if len(sizes) == 2:
+            hosts, gpus = sizes
+            if 1 <= gpus <= GPUS_OF_A_HOST and 1 <= hosts <= MOST_HOSTS:
+                return Pod(name, gpu_devices(chip, gpus, hosts))
         raise ValueError(refusal)
     try:
         return Pod(name, tpu_devices(name))

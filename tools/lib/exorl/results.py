@@ -12,7 +12,6 @@ from data.json_text import parse_json, short
 from tasks import exorl
 from tasks.config_errors import fields_by_name
 from tools.lib.exorl.scores import of_worlds
-from training.saved.record import is_old
 from training.saved.stored_step import differences
 
 CONTEXTS = {
@@ -41,7 +40,8 @@ def agent(results: dict[str, Any]) -> str:
     made = results["config"]["agent"]
     data = results["config"]["data"]
     sees_one = results["config"].get("model", {}).get("window") == 1
-    if sees_one or made.get("method") == "perceptron":  # as it was once
+    # The imitators of results/2026-11-21-in-context-rl.md were perceptrons.
+    if sees_one or made.get("method") == "perceptron":
         return "behaviour cloning"
     if made["chain_length"] == 1:
         return "Decision Transformer"
@@ -169,7 +169,6 @@ def _settings(results: dict[str, Any]) -> dict[str, Any]:
         name: value
         for name, value in fields.items()
         if (name.split(".")[0] in ("agent", "model", "optimizer") or name in TRAINED_BY)
-        and not is_old(name, value)
     }
     return settings | {"step": results.get("step")}
 
