@@ -105,19 +105,26 @@ FIELDS = dict(
     # How RoPE's frequencies are scaled for a longer context than the model's original
     # one (see models/rope.py), with the field names of Hugging Face.
     rope_scaling=dict(
-        rope_type="none",  # none, linear, ntk, yarn or llama3
+        rope_type="none",  # none, linear, ntk, yarn, llama3 or longrope
         factor=1.0,  # the new context over the original one
-        original_max_position_embeddings=0,  # for yarn, llama3: original context
+        original_max_position_embeddings=0,  # of yarn, llama3, longrope
         # For llama3: frequencies of fewer rotations in the original context are divided
         # by the factor; between this and the next they are interpolated.
         low_freq_factor=1.0,
         high_freq_factor=4.0,  # for llama3: frequencies of more rotations stay
         beta_fast=32.0,  # for yarn: frequencies of more rotations stay
         beta_slow=1.0,  # for yarn: frequencies of fewer are divided by the factor
-        # For yarn: factor on queries and keys each; 0: 0.1 ln(factor) + 1.
+        # For yarn, longrope: factor on queries and keys each; 0: by the formula, for
+        # yarn 0.1 ln(factor) + 1.
         attention_factor=0.0,
         # For yarn: whether the interpolation begins and ends at whole pairs.
         truncate=True,
+        # For longrope: what each pair's frequency is divided by, in rows of up to the
+        # original context.
+        short_factor=(),
+        long_factor=(),  # for longrope: and in longer rows
+        # b: a query at position p is multiplied by 1 + b ln(1 + p // original context).
+        query_scale=0.0,
     ),
     # Low-rank adapters of the layers' matrices (LoRA): only they are trained, and
     # saved; the parameters of init_from are frozen, and read again at every start.

@@ -17,7 +17,7 @@ from models.memory import (
     remat_attention,
     remat_projection,
 )
-from models.rope import Rotation, rotate
+from models.rope import Rotation, rotate, rotate_queries
 from models.sizes import DecoderConfig
 
 Attend = Callable[..., jax.Array]
@@ -185,7 +185,8 @@ class Attention(nnx.Module):
         if self.has_norms:
             q = self.query_norm(q)
             k = self.key_norm(k)
-        return HeadGroup(rotate(q, rotation), rotate(k, rotation), v, gate)
+        q = rotate_queries(q, rotation)
+        return HeadGroup(q, rotate(k, rotation), v, gate)
 
     def sink_logits(self, weights: Weights) -> Weights:
         """Returns the attention's argument of a head group's sinks, if it has any."""

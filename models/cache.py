@@ -304,7 +304,11 @@ def _through(
     if decoder.delta_layers is not None:
         layers.append(decoder.delta_layers)
     structures, parameters = zip(*map(nnx.split, layers), strict=True)
-    inputs = decoder.layer_inputs(jnp.where(index == EMPTY, 0, index), attend, mix)
+    # The cache's slots, and not the new tokens, say how long a row may become: keys of
+    # earlier tokens were rotated with the same frequencies.
+    slots = cache.index.shape[1]
+    positions = jnp.where(index == EMPTY, 0, index)
+    inputs = decoder.layer_inputs(positions, attend, mix, slots)
 
     def step(
         carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, _: None

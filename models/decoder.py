@@ -219,10 +219,12 @@ class Decoder[Config: DecoderConfig](nnx.Module):
         positions: jax.Array,
         attend: Callable[..., Result],
         mix: Callable[..., Result] | None,
+        tokens: int = 0,
     ) -> list[AttentionInputs[Result] | DeltaInputs[Result]]:
         """Returns what layers are called with beside x, for each kind of the period.
 
         positions: int32 (B, T). mix: None without Gated DeltaNet.
+        tokens: of a row, see `rotations`.
 
         Raises:
           ValueError: a layer has Gated DeltaNet, and there is no mix.
@@ -242,7 +244,7 @@ class Decoder[Config: DecoderConfig](nnx.Module):
             # Kinds that differ in their windows alone share one rotation.
             if rope is not None and rope not in rotation_of:
                 rotation_of[rope] = rotations(
-                    positions, self.config.rotary_dim, rope.theta, rope.scaling
+                    positions, self.config.rotary_dim, rope.theta, rope.scaling, tokens
                 )
             rotation = None if rope is None else rotation_of[rope]
             attend_kind = attend

@@ -168,6 +168,12 @@ class DecoderConfig:
                 f"must be an even number of sizes, at least 2, got {rotary}: RoPE "
                 "rotates pairs"
             )
+        factors = len(self.rope_scaling.long_factor)
+        if factors not in (0, rotary // 2):
+            errors.append(
+                f"rope_type='longrope' has factors of {factors} pairs, and RoPE "
+                f"rotates {rotary // 2}: give one for each"
+            )
         for name in self._ABOVE_0:
             if not 0 < getattr(self, name) < math.inf:
                 errors.append(f"{name}={getattr(self, name)} must be a number above 0")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.rope import RopeScaling, rotate, rotations
+from models.rope import RopeScaling, rotate, rotate_queries, rotations
 from tests.cases import table
 
 ANGLE_ERROR = 1e-5
@@ -74,7 +74,7 @@ def test_angles_are_exact_at_any_position(name, head_dim, theta, rng):
     edges = [0, 1, 1023, 1024, 2**20 - 1, 2**20, LARGEST, UNLUCKY]  # of digits
     positions = np.concatenate([edges, drawn, last]).astype(np.int32)[None]
     scaling, _ = SCALINGS[name]
-    cosine, sine = rotations_at(jnp.asarray(positions), head_dim, theta, scaling)
+    cosine, sine, _ = rotations_at(jnp.asarray(positions), head_dim, theta, scaling)
     assert cosine.shape == sine.shape == (*positions.shape, 1, head_dim // 2)
     assert cosine.dtype == sine.dtype == jnp.float32
     exact = (positions[..., None] * scaling.frequencies(head_dim, theta))[:, :, None]
@@ -82,6 +82,33 @@ def test_angles_are_exact_at_any_position(name, head_dim, theta, rng):
     # The distance on the unit circle is the angle, as it is small.
     errors = np.hypot(cosine - np.cos(exact), sine - np.sin(exact))
     assert errors.max() < ANGLE_ERROR
+
+
+def test_longrope_divides_by_what_is_for_a_row_of_this_length():
+    """And its magnitude is the paper's."""
+    short, long = (1.0, 1.5, 2.0), (1.0, 3.0, 40.0)
+    scaling = RopeScaling("longrope", 32.0, 64, short_factor=short, long_factor=long)
+    plain = THETA ** -(np.arange(3) / 3)
+    for tokens, factors in ((1, short), (64, short), (65, long)):
+        got = scaling.frequencies(6, THETA, tokens)
+        np.testing.assert_allclose(got, plain / factors, rtol=1e-12)
+    assert scaling.magnitude() == pytest.approx((1 + 5 / 6) ** 0.5)
+    # A cache says how long its rows may become; else the tokens do.
+    one = jnp.full((1, 1), 7, jnp.int32)
+    kept = rotations(one, 6, THETA, scaling, tokens=65)
+    row = rotations(jnp.arange(65, dtype=jnp.int32)[None], 6, THETA, scaling)
+    np.testing.assert_array_equal(kept.cosine[0, 0], row.cosine[0, 7])
+    assert not np.array_equal(rotations(one, 6, THETA, scaling).cosine, kept.cosine)
+
+
+def test_queries_far_behind_the_original_context_are_made_larger(rng):
+    scaling = RopeScaling("yarn", 4.0, 16, query_scale=0.5)
+    positions = np.array([[0, 15, 16, 47, 48]], np.int32)
+    rotation = rotations(positions, 8, THETA, scaling)
+    x = jnp.asarray(rng.standard_normal((1, 5, 2, 8)), jnp.float32)
+    factors = 1 + 0.5 * np.log([1, 1, 2, 3, 4])
+    want = np.asarray(rotate(x, rotation)) * factors[:, None, None]
+    np.testing.assert_allclose(rotate_queries(x, rotation), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("fields, message", table("models.txt", "scaling"))
