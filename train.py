@@ -219,7 +219,10 @@ def _checkpoints(
     ) as checkpoints:
         checkpoints.check_fingerprint()
         saved = checkpoints.records()
-        checkpoints.record = record.continued(saved, settings, config.may_change, say)
+        defaults = run_config.defaults(config.task)
+        checkpoints.record = record.continued(
+            saved, settings, config.may_change, say, defaults
+        )
         say(f"checkpoints: {directory}")
         for name in config.metrics:
             where = f"{config.workdir}/tensorboard"

@@ -55,6 +55,11 @@ def write(config: ConfigDict, settings: Mapping[str, Any] | None = None) -> None
     replace_text(path_of(config.workdir) / FILE, written)
 
 
+def defaults(task: str) -> dict[str, Any]:
+    """Returns the defaults of a task's fields, JSON values by dotted name."""
+    return json.loads(json.dumps(fields_by_name(_default_config(task))))
+
+
 def read(workdir: str) -> ConfigDict:
     """Returns the config of the run in a workdir, with this as its `workdir`.
 
@@ -80,8 +85,7 @@ def read(workdir: str) -> ConfigDict:
         values = fields_by_name(ConfigDict(written))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON of a config ({error})") from error
-    is_of_agents = values.get("task") == "exorl"
-    config = agents.get_config() if is_of_agents else base.get_config()
+    config = _default_config(values.get("task", ""))
     known = fields_by_name(config)
     unknown = [n for n in values if n not in known or n in NOT_KEPT]
     if unknown:
@@ -94,6 +98,10 @@ def read(workdir: str) -> ConfigDict:
         typed[name] = _typed(f"{path}: {name}", value, known[name])
     config.update_from_flattened_dict(typed | {"workdir": workdir})
     return config
+
+
+def _default_config(task: str) -> ConfigDict:
+    return agents.get_config() if task == "exorl" else base.get_config()
 
 
 def _typed(name: str, value: Any, like: Any) -> Any:

@@ -19,7 +19,8 @@ from training.update.layerwise import STACKED
 from training.update.optimizer import OptimizerSettings, Storage
 
 PARTS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
-PARTS = PARTS - {"rope_theta", "norm_epsilon"} | {"truncate", "action_bins"}
+PARTS -= {"rope_theta", "norm_epsilon"}
+PARTS |= {"truncate", "action_bins", "short_factor", "long_factor", "query_scale"}
 """Fields that a fingerprint leaves out where they have their default."""
 
 STORED = "moments", "parameters", "placement"
@@ -109,6 +110,8 @@ def identity(sizes: Any, always: Sequence[str] = ()) -> dict[str, Any]:
         value = getattr(sizes, field.name)
         is_optional = field.name in PARTS and field.name not in always
         if not (is_optional and value == field.default):
-            is_nested = dataclasses.is_dataclass(value)
-            values[field.name] = identity(value) if is_nested else value
+            if dataclasses.is_dataclass(value):
+                value = identity(value)
+            # As JSON has it, which is what a saved one is compared with.
+            values[field.name] = list(value) if isinstance(value, tuple) else value
     return values

@@ -55,7 +55,9 @@ def test_a_run_goes_on_with_the_loss_that_it_had(tmp_path, monkeypatch):
     with checkpoints_of(config) as checkpoints:
         state, _ = checkpoints.restore(run.state_like)
         settings = run_settings(config, said.append)
-        record.continued(checkpoints.records(), settings, (), said.append)
+        saved = checkpoints.records()
+        defaults = run_config.defaults("text")
+        record.continued(saved, settings, (), said.append, defaults)
     moved = (
         f"changed since step 1: workdir: {make_formats.FORMATS / 'run'} -> {workdir}"
     )

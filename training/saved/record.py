@@ -41,6 +41,7 @@ def continued(
     settings: Mapping[str, Any],
     may_change: Collection[str],
     say: Callable[[str], None],
+    defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the record of a new or resumed run; logs what has changed since.
 
@@ -51,6 +52,7 @@ def continued(
       may_change: names of settings that may change though they say which data a step
         reads; "run" where the checkpoints may be of several runs.
       say: logs a line.
+      defaults: of settings, which a program that lacked them computed with.
 
     Raises:
       ValueError: checkpoints are of several runs, a setting has changed that must not,
@@ -69,7 +71,9 @@ def continued(
         step = next(iter(saved))
         newest = saved[step]
         if newest:
-            _compare(step, newest[SETTINGS], settings, may_change, say)
+            added = settings.keys() & defaults.keys() - newest[SETTINGS].keys()
+            known = newest[SETTINGS] | {name: defaults[name] for name in added}
+            _compare(step, known, settings, may_change, say)
     # The first process's: each of them would draw another one.
     name = newest.get(RUN) or f"{first_says(secrets.randbits(31)):08x}"
     return {RUN: name, SETTINGS: dict(settings)}
@@ -87,8 +91,7 @@ def _compare(
     refused = {}
     for name, change in changes.items():
         is_pinned = is_named(name, PINNED) and not is_named(name, may_change)
-        is_new = name not in saved  # the program that saved it had no such field
-        if is_pinned and not is_new and name not in PATHS:
+        if is_pinned and name not in PATHS:
             refused[name] = change
     if refused:
         raise ValueError(
