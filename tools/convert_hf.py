@@ -350,8 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"written to {workdir}, adapters of {weights}")
         return
     fields = _read_config(chosen.source, names.CONFIG)
-    if dropped := hf_config.dropouts(fields):
-        print(f"trained here without {', '.join(dropped)}")
+    if unused := hf_config.not_applied(fields):
+        print(f"not applied here: {', '.join(unused)}")
     print(f"written to {workdir}; to fine-tune it, with adapters:")
     file = f"configs/fine_tune.py:{workdir}"
     print(f"  python train.py --config={file} --config.data.corpus=CORPUS")

@@ -20,8 +20,8 @@ from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.small.runs import small_config
 from tools import convert_hf
-from tools.lib.hf.config import fused, model_config
-from tools.lib.hf.names import weights_of
+from tools.lib.hf.config import WITH_IMAGES, fused, model_config
+from tools.lib.hf.names import text_name, weights_of
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import TensorFiles
 from training.sharding.mesh import Partition
@@ -31,6 +31,8 @@ NAMES = (
     *("llama", "llama_gqa", "llama_tied", "llama_scaled", "mistral"),
     *("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3"),
     *("granite", "gemma", "ministral", "seed_oss", "phi3", "qwen3_5"),
+    *("phi3_longrope", "ministral3", "qwen3_5_yarn"),
+    *("mistral3", "qwen2_5_vl", "qwen3_vl"),
 )
 PROMPT = 16
 """Tokens that were given; those after them follow greedily."""
@@ -69,6 +71,8 @@ def run_config(
 def loaded(name: str, model: Model, partition: Partition) -> Any:
     """The fixture's parameters, as `model` has them."""
     with TensorFiles(DIRECTORY / name) as files:
+        if fields(name)["model_type"] in WITH_IMAGES:
+            files.rename(text_name)
         weights = weights_of(model, fused(fields(name)))
         return load(files, weights, model, partition)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tools.lib.hf.config import (
     config_fields,
     context_change,
     model_config,
+    not_applied,
     text_fields,
 )
 from tools.lib.hf.fields import BY_TYPE
@@ -25,6 +27,8 @@ def records(name: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     for case, said in pairs(name):
         (model, fields), parts = case.split(" ", 1), json.loads(said)
         if scaling := parts.pop("rope_scaling", None):
+            for name in scaling.keys() & {"short_factor", "long_factor"}:
+                scaling[name] = tuple(scaling[name])
             parts["rope_scaling"] = RopeScaling(**scaling)
         found.append((model, json.loads(fields), parts))
     return found
@@ -58,6 +62,26 @@ def test_published_models_are_read_and_written_as_the_same_model(name):
         assert written["architectures"] == [family.architecture]
         for name in "bos_token_id", "eos_token_id", "pad_token_id":
             assert written[name] == text_fields(original).get(name)
+
+
+@pytest.mark.parametrize(("case", "said"), pairs("hub_configs.txt"))
+def test_config_files_of_hubs_are_read_or_refused_with_what_decides(case, said):
+    """And what is read is written as the same model, which transformers reads."""
+    fields = json.loads(case.split(" ", 1)[1])
+    if said.startswith("refused: "):
+        with pytest.raises(ValueError, match=re.escape(said.removeprefix("refused: "))):
+            model_config(fields)
+        return
+    config = model_config(fields)
+    family, pattern, window, scaling = said.split(" without ")[0].split()
+    assert text_fields(fields)["model_type"] == family
+    found = config.layer_pattern or "-", config.window, config.rope_scaling.rope_type
+    assert found == (pattern, int(window), scaling)
+    assert ", ".join(not_applied(fields)) == said.partition(" without ")[2]
+    written = config_fields(config, "bfloat16", fields)
+    assert model_config(written) == config
+    theirs = AutoConfig.for_model(**written)
+    assert model_config(theirs.to_dict()) == config
 
 
 @pytest.mark.parametrize(("name", "changes", "parts"), records("changed_configs.txt"))

@@ -8,7 +8,13 @@ from data.json_text import short
 from models.sizes import LanguageModelConfig
 from tools.lib.hf import fields as table
 from tools.lib.hf.fields import Family
-from tools.lib.hf.rope import read_rope, rope_fields, without_ntk
+from tools.lib.hf.rope import (
+    NOT_APPLIED,
+    RopeKinds,
+    read_rope,
+    rope_fields,
+    without_ntk,
+)
 
 # Field of config.json: field of ours that is the same number.
 _SIZES = {
@@ -35,13 +41,24 @@ _NUMBERS = {
 }
 _THEIR_ACTIVATIONS = {x: y for y, x in reversed(table.ACTIVATIONS.items())}
 LONGEST = "max_position_embeddings"
-WITH_IMAGES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
-"""Models of text and images, of which the text model is read."""
+WITH_IMAGES = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_vl": "qwen3",
+}
+"""Models of text and images, and the text model that is read, if it says no other."""
+_TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Types of text models that are models of another type."""
 _TEXT = "text_config"
+_TIED = "tie_word_embeddings"
 _OF_IMAGES = (
     *("vision_config", "mm_tokens_per_image", "image_token_index"),
     *("boi_token_index", "eoi_token_index", "image_token_id", "video_token_id"),
-    *("vision_start_token_id", "vision_end_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "vision_token_id"),
+    *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+    "vision_feature_layer",
 )
 _KINDS = {ours: theirs for theirs, ours in table.LAYER_TYPES.items()}
 _OF_LAYERS = frozenset(
@@ -75,7 +92,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     hidden = values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
     pattern, window = _read_layers(fields, family)
-    rope = read_rope(fields, family.thetas(fields), family.rotated_part)
+    rope = read_rope(fields, _rope_kinds(family, fields))
     if not pattern:
         rope.pop("window_rope_theta", None)
     activation = values["hidden_act"] or values["hidden_activation"]
@@ -147,7 +164,8 @@ def config_fields(
             written = as_there
     longest = original.get(LONGEST) or 0
     scaling = config.rope_scaling
-    if scaling.rope_type == "yarn":  # whose factor transformers 4 takes from it
+    # transformers 4 takes their factor from it.
+    if scaling.rope_type in ("yarn", "longrope"):
         longest = round(scaling.factor * scaling.original_max_position_embeddings)
     else:
         longest = max(longest, context_tokens)
@@ -175,12 +193,20 @@ def fused(fields: Mapping[str, Any]) -> Mapping[str, str]:
     return _family(text_fields(fields)).fused
 
 
-def dropouts(fields: Mapping[str, Any]) -> list[str]:
-    """Returns what a config.json trains with, and models here without."""
+def not_applied(fields: Mapping[str, Any]) -> list[str]:
+    """Returns what a config.json says that is not applied here, as dropouts."""
     fields = text_fields(fields)
     family = _family(fields)
-    values = {n: family.value(n, fields) for n in family.ignored if "dropout" in n}
-    return [f"{name}={value}" for name, value in values.items() if value]
+    own = {field.name for field in dataclasses.fields(family.config_class)}
+    said = []
+    for name in table.DROPOUTS:
+        default = getattr(family.config_class, name, 0) if name in own else 0
+        if value := fields.get(name, default):
+            said.append(f"{name}={short(value)}")
+    rope = fields.get("rope_scaling") or {}
+    if NOT_APPLIED in rope:
+        said.append(f"{NOT_APPLIED}={short(rope[NOT_APPLIED])} of RoPE")
+    return said
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -193,6 +219,8 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(kind, str) or kind not in WITH_IMAGES:
         return fields
     text = fields.get(_TEXT)
+    if text is None and "hidden_size" in fields:  # as older versions wrote it
+        text = {}
     if not isinstance(text, Mapping):
         raise ValueError(
             f"config.json of model_type={kind!r} must have an object {_TEXT}, "
@@ -200,27 +228,41 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     own = (_TEXT, "model_type", "architectures", *_OF_IMAGES)
     outer = {name: value for name, value in fields.items() if name not in own}
-    for name in outer.keys() & text.keys() & table.MADE_FROM.keys():
+    # The head is tied where either says so: text models are written with their default.
+    tied = any(part.get(_TIED) is True for part in (outer, text))
+    if tied:
+        outer[_TIED] = tied
+    for name in outer.keys() & text.keys() & table.MADE_FROM.keys() - {_TIED}:
         if outer[name] != text[name]:
             raise ValueError(
                 f"config.json has {name} twice, as {short(outer[name])} and "
                 f"{short(text[name])}"
             )
-    return {"model_type": WITH_IMAGES[kind], **text, **outer}
+    own_kind = text.get("model_type", WITH_IMAGES[kind])
+    return {**text, **outer, "model_type": _TEXT_TYPES.get(own_kind, own_kind)}
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
     kind = fields.get("model_type")
+    for part in (fields, fields.get(_TEXT)):
+        for name in table.EXPERTS:
+            experts = part.get(name) if isinstance(part, Mapping) else None
+            if isinstance(experts, int) and experts > 0:
+                raise ValueError(
+                    f"config.json has {name}={experts} (model_type={short(kind)}): "
+                    "its feed-forward is a mixture of experts, and models here have "
+                    "none"
+                )
     if isinstance(kind, str) and kind in table.BY_TYPE:
         return table.BY_TYPE[kind]
-    if isinstance(kind, str) and kind in table.EXPERTS:
+    if isinstance(kind, str) and kind in table.LACKING:
         raise ValueError(
-            f"config.json has model_type={kind!r}, whose feed-forward is a mixture of "
-            "experts: models here have none"
+            f"config.json has model_type={kind!r}, which cannot be read: "
+            f"{table.LACKING[kind]}"
         )
     raise ValueError(
         f"config.json has model_type={short(kind)} (only {', '.join(table.BY_TYPE)}, "
-        f"and the text of {' and '.join(WITH_IMAGES)})"
+        f"and the text of {', '.join(WITH_IMAGES)})"
     )
 
 
@@ -230,13 +272,16 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
     harmless = {*table.HARMLESS, *family.ignored}
     unknown = fields.keys() - {*table.MADE_FROM, *table.ONE_VALUE, *harmless}
     for name, value in fields.items():
-        if value is None or name in unknown or name in harmless:
+        says_nothing = value is None or value == [] or value == {}
+        if name in unknown or name in harmless:
+            continue
+        if says_nothing and (value is None or name in table.ONE_VALUE):
             continue
         text = f"{name}={short(value)}"
         if name in table.ONE_VALUE and name not in family.older:
             only, remedy = table.ONE_VALUE[name]
-            is_empty = only is None and value == {}
-            if not is_empty and not _is_same(value, only):
+            is_own = name == "auto_map" and _is_own_program(value, family)
+            if not is_own and not _is_same(value, only):
                 wrong.append(f"{text} (only {only!r}: {remedy})")
         elif name in family.fields:
             if not table.MADE_FROM[name].is_right(family.value(name, fields)):
@@ -249,13 +294,28 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
                 nothing.append(family.value(table.SAME[name], fields))
             if not any(_is_same(value, other) for other in nothing):
                 wrong.append(f"{text}, which {family.model_type} has not")
-    unknown -= {"model_type"}
+    unknown -= {"model_type", *(n for n in unknown if fields[n] in (None, [], {}))}
     if unknown:
         wrong.append(
             f"{short(', '.join(sorted(unknown)))} not known here: remove what changes "
             "nothing in the model"
         )
     return wrong
+
+
+def _is_own_program(auto_map: Any, family: Family) -> bool:
+    """Returns whether `auto_map` names a copy of the family's own program."""
+    named = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else None
+    return isinstance(named, str) and named.split(".")[-1] == family.architecture
+
+
+def _rope_kinds(family: Family, fields: Mapping[str, Any]) -> RopeKinds:
+    return RopeKinds(
+        family.thetas(fields),
+        family.scalings,
+        family.rotated_part,
+        family.has_query_scale,
+    )
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -58,6 +58,10 @@ SIZE = _whole(1, LARGEST)
 NUMBER = Kind(
     lambda value: is_number(value) and value > 0, "a number above 0 is needed"
 )
+NUMBERS = Kind(
+    lambda value: isinstance(value, list) and all(map(NUMBER.is_right, value)),
+    "a list of numbers above 0 is needed",
+)
 TRUTH = Kind(lambda value: isinstance(value, bool), "true or false is needed")
 _OBJECT = Kind(lambda value: isinstance(value, dict), "an object is needed")
 _SWITCHES = _list_of((0, 1), "0 and 1")
@@ -71,6 +75,7 @@ _NAMES = {
     SIZE: "vocab_size hidden_size intermediate_size num_attention_heads head_dim "
     "num_key_value_heads sliding_window sliding_window_size sliding_window_pattern "
     "_sliding_window_pattern max_position_embeddings no_rope_layer_interval "
+    "original_max_position_embeddings "
     "full_attention_interval linear_num_key_heads linear_num_value_heads "
     "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
     NUMBER: "rms_norm_eps query_pre_attn_scalar attn_logit_softcapping "
@@ -96,11 +101,10 @@ SAME = {
 }
 """Other names of fields, which may say the same."""
 
+DROPOUTS = "attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"
+"""Fields that are named where they are not 0, and not applied."""
+
 ONE_VALUE: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(
-        ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"),
-        (0, "there is no dropout here: 0 trains without"),
-    ),
     "mlp_bias": (False, "feed-forwards here have no biases"),
     "partial_rotary_factor": (1, "only whole heads are rotated here"),
     "use_bidirectional_attention": (False, "models here are causal"),
@@ -116,6 +120,7 @@ ONE_VALUE: dict[str, tuple[Any, str]] = {
     "per_layer_config": (None, "layers differ in their window only"),
     "quantization_config": (None, "only float32, bfloat16 and float16 are read"),
     "auto_map": (None, "its own program may compute anything"),
+    "lm_head_bias": (False, "heads here have no bias"),
 }
 """Fields that ask for what models here have not, but for this value and null."""
 
@@ -145,8 +150,12 @@ HARMLESS = frozenset(
         "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
         "bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id "
         "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-        "begin_suppress_tokens"
+        "begin_suppress_tokens "
+        # Which no program reads, or only one that trains.
+        "tf_legacy_loss document_attention language_model_only full_attn_mod "
+        "interpolate_factor"
     ).split()
+    + list(DROPOUTS)
 )
 """Fields that change no logits and no training here; exports keep them."""
 
@@ -165,8 +174,10 @@ class Family:
     may_lack: sizes that files leave out where they are transformers' defaults.
     has_scaled_embeddings: whether embeddings are multiplied by sqrt(hidden_size).
     has_rope_of_kinds: whether RoPE is scaled in layers without a window only.
-    rotated_part: of heads, where RoPE may rotate a part and is not scaled; what a
-      config.json says that says none.
+    rotated_part: of heads, where RoPE may rotate a part; what a config.json says that
+      says none.
+    scalings: of RoPE, by their names in config.json.
+    has_query_scale: whether queries are multiplied by a factor of their position.
     ignored: fields of published files that change no logits in this family.
     activations: names of older versions, with those of today.
     fused: matrices that lie in one tensor, by name, and the tensor.
@@ -181,6 +192,8 @@ class Family:
     has_scaled_embeddings: bool = False
     has_rope_of_kinds: bool = False
     rotated_part: float = 0.0
+    scalings: tuple[str, ...] = ("default", "linear", "yarn", "llama3")
+    has_query_scale: bool = False
     ignored: tuple[str, ...] = ()
     activations: Mapping[str, str] = _NO_FIELDS
     fused: Mapping[str, str] = _NO_FIELDS
@@ -253,8 +266,9 @@ FAMILIES = (
     Family("olmo2", "Olmo2ForCausalLM", _OLMO_NORMS),
     Family("olmo3", "Olmo3ForCausalLM", _OLMO_NORMS, has_rope_of_kinds=True),
     Family("ministral", "MinistralForCausalLM"),
+    Family("ministral3", "Ministral3ForCausalLM", has_query_scale=True),
     Family("smollm3", "SmolLM3ForCausalLM", ignored=("max_window_layers",)),
-    Family("granite", "GraniteForCausalLM", ignored=("attention_dropout",)),
+    Family("granite", "GraniteForCausalLM"),
     Family(
         "gemma",
         "GemmaForCausalLM",
@@ -263,17 +277,13 @@ FAMILIES = (
         has_scaled_embeddings=True,
         activations={"gelu": "gelu_pytorch_tanh"},
     ),
-    Family(
-        "seed_oss",
-        "SeedOssForCausalLM",
-        ignored=("attention_dropout", "residual_dropout"),
-    ),
+    Family("seed_oss", "SeedOssForCausalLM"),
     Family(
         "phi3",
         "Phi3ForCausalLM",
         older={"partial_rotary_factor": 1.0},
         rotated_part=1.0,
-        ignored=("original_max_position_embeddings",),
+        scalings=("default", "longrope"),
         fused={part: whole for whole, parts in FUSED.items() for part in parts},
     ),
     Family(
@@ -282,14 +292,21 @@ FAMILIES = (
         {"qk_norm": "head", "norm_unit_offset": True, "attention_gate": True},
         older={"partial_rotary_factor": 0.25, "full_attention_interval": 4},
         rotated_part=0.25,
+        scalings=("default", "yarn"),
         ignored=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     ),
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
 
-EXPERTS = (
-    *("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe"),
-    *("qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "jamba", "granitemoehybrid"),
-    *("deepseek_v2", "deepseek_v3", "llama4", "llama4_text", "phimoe", "glm4_moe"),
-)
-"""Types of models whose feed-forward is a mixture of experts."""
+EXPERTS = "num_experts", "n_routed_experts", "num_local_experts"
+"""Fields above 0 where the feed-forward is a mixture of experts."""
+
+LACKING = {
+    "exaone": "its tensors have names of its own",
+    "exaone4": "its layers without a window have no RoPE",
+    "gemma4": "layers have embeddings of their own, and share keys and values",
+    "internlm2": "its program is its own, and queries, keys and values are interleaved",
+    "mimo": "it has heads for tokens further ahead, of its own program",
+    "stablelm": "its norms subtract the mean and have biases",
+}
+"""What types of models have that models here have not."""
