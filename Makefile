@@ -63,6 +63,7 @@ format: venv-dev
 	$(PYTHON) -m ruff format .
 
 # What git knows is copied, so that links to source files are links of the site too.
+# With --quiet mkdocs counts no warnings, and --strict lets them pass.
 docs:
 	@tools/make_venv.sh .venv-docs requirements/docs.txt
 	.venv-docs/bin/python docs/config_page.py
@@ -70,7 +71,7 @@ docs:
 	mkdir -p build/pages
 	git ls-files -z | tar --null -T - -cf - | tar -xf - -C build/pages
 	ln -sfn ../kernels build/annulus
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 venv:
 	@tools/make_venv.sh .venv requirements.txt $(ACCELERATOR:%=requirements/%.txt)

@@ -36,7 +36,7 @@ FIELDS = dict(
     profile="",
     # CPU devices to simulate, for a try without accelerators; 0: the devices there are.
     simulated_devices=0,
-    # Processes of a run on many hosts. Cloud TPU, GKE with TPUs, SLURM and Open MPI say
+    # Processes of a run on many hosts. Cloud TPU, GKE with TPUs, SLURM and Open MPI set
     # the first three; give them elsewhere.
     hosts=dict(
         coordinator="",  # HOST:PORT of the first process, the same for all

@@ -67,7 +67,7 @@ def test_losses_fall_and_have_curves_by_rank_and_by_place(run):
         "validation": ([MIDDLE, STEPS], {"from_0": 4, "from_4": 10}),
     }
     for split, (steps, counts) in expected.items():
-        losses = dict(tags[f"{split}/loss"])
+        losses = dict(tags[f"loss/{split}"])
         parts = [dict(tags[f"{split}/loss_{name}"]) for name in counts]
         assert sorted(losses) == steps
         for step, loss in losses.items():
@@ -75,11 +75,11 @@ def test_losses_fall_and_have_curves_by_rank_and_by_place(run):
             mean = np.average(of_parts, weights=list(counts.values()))
             assert loss == pytest.approx(mean, rel=1e-5, nan_ok=step == BAD)
         assert parts[0] != parts[1]
-    curve = dict(tags["train/loss"])
+    curve = dict(tags["loss/train"])
     assert curve[STEPS] < curve[1] and np.isnan(curve[BAD])
     assert any("striped attention" in line for line in said)
     # The step with bad gradients makes no update, and is replayed.
-    assert dict(tags["guard/skipped"])[STEPS] == 1
+    assert dict(tags["train/skipped"])[STEPS] == 1
     assert any(f"at step {BAD}: no update" in line for line in said)
     assert any(line.startswith(f"step {BAD} gives the same") for line in said)
 

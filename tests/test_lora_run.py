@@ -86,7 +86,7 @@ def test_the_validation_loss_is_that_of_what_tools_restore(undisturbed):
     )
     sums = [evaluate(parameters, batch) for batch in batches]
     loss, weight = np.sum(jax.device_get(sums), axis=0)
-    assert undisturbed.curve("validation/loss")[-1] == (
+    assert undisturbed.curve("loss/validation")[-1] == (
         step,
         pytest.approx(loss / weight, rel=1e-6),
     )

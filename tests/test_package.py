@@ -85,6 +85,11 @@ def test_the_range_is_that_of_the_metadata_and_its_files_are_there():
     (files,) = re.findall(r"FILES=\(([^)]*)\)", script)
     found = {path.stem for path in (ROOT / "tests/kernels").glob("test_*.py")}
     assert {f"test_{name}" for name in files.split()} <= found
+    programs = re.findall(r'^program (\S+) "(.+?)" ', script, re.MULTILINE)
+    assert len(programs) == 2
+    for page, heading in programs:
+        _, _, below = (ROOT / page).read_text().partition(f"\n## {heading}\n")
+        assert "```python" in below.partition("\n## ")[0], (page, heading)
 
 
 def test_every_folder_of_the_package_is_installed():

@@ -79,7 +79,7 @@ def counting(counts: bool) -> Callable[..., list[Choice]]:
 
 def losses(run: Run) -> np.ndarray:
     run.train()
-    return np.array([loss for _, loss in run.points()["train/loss"]])
+    return np.array([loss for _, loss in run.points()["loss/train"]])
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 # Usage: test_range.sh [PYTHON JAX]...
 # PYTHON: a command, as python3.11. JAX: what pip installs, as jax==0.10.2 or jax.
 # The default is the oldest of both, then the newest. In each environment: the wheel,
-# the programs of README and docs/training_step.md away from the source, then the
-# library's own tests: FILES, without the kernels of a chip, which have one jax.
+# the ring's program of README and the training step of docs/use_the_ring.md away from
+# the source, then the library's own tests: FILES, without the kernels of a chip, which
+# have one jax.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -22,9 +23,10 @@ environment() { # name, python, packages: an environment with these alone
     "$folder/$1/bin/python" -m pip install -q --disable-pip-version-check "${@:3}"
 }
 
-program() { # page, file: its last program in Python
-    awk '/^```python$/ {text = ""; inside = 1; next} /^```$/ {inside = 0}
-        inside {text = text $0 "\n"} END {printf "%s", text}' "$1" >"$2"
+program() { # page, heading, file: the program in Python below that heading
+    awk -v heading="## $2" '!inside && /^#/ {below = $0 == heading} /^```$/ {inside = 0}
+        below && inside {print} /^```python$/ {inside = 1}' "$1" >"$3"
+    [ -s "$3" ] || { echo "$1 must have a program below '$2'" >&2 && exit 1; }
 }
 
 environment build python3.12 build
@@ -33,8 +35,8 @@ git archive HEAD | tar x -C "$folder" --one-top-level=source
 "$folder/build/bin/python" -m build -q --outdir "$folder/dist" "$folder/source"
 ls "$folder/dist"
 mkdir "$folder/empty"
-program README.md "$folder/empty/readme.py"
-program docs/training_step.md "$folder/empty/step.py"
+program README.md "The ring in your own program" "$folder/empty/readme.py"
+program docs/use_the_ring.md "A training step" "$folder/empty/step.py"
 while [ $# -gt 0 ]; do
     name=${1##*/}-$2
     environment "$name" "$1" "$2" "$folder"/dist/*.whl

@@ -146,7 +146,7 @@ class Run:
                 found.setdefault(tag, []).append((step, value))
         return found
 
-    def curve(self, tag: str = "train/loss") -> list[tuple[int, float]]:
+    def curve(self, tag: str = "loss/train") -> list[tuple[int, float]]:
         return self.curves()[tag]
 
     def losses(self, after: int = 0) -> np.ndarray:

@@ -71,6 +71,11 @@ class Page:
         """Returns the contents of the fenced blocks of a language."""
         return [text for name, text in _FENCED.findall(self.text) if name == language]
 
+    def lines_to_read(self) -> int:
+        """Returns the number of lines outside of programs in Python, which run."""
+        programs = "".join(self.blocks("python"))
+        return len(self.text.splitlines()) - len(programs.splitlines())
+
     def commands(self) -> list[Command]:
         """Returns the commands of the `sh` blocks, in their order."""
         lines = "".join(self.blocks("sh")).replace("\\\n", " ").splitlines()

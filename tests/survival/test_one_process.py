@@ -35,10 +35,10 @@ def test_a_run_asked_to_stop_saves_and_goes_on(run, undisturbed, truth):
     run.assert_goes_on(6, truth)
     assert run.curve() == undisturbed.curve()
     # The validation after step 6 was left for the signal; nothing else is missing.
-    ours = run.curve("validation/loss")
-    assert ours == undisturbed.curve("validation/loss")[-len(ours) :]
+    ours = run.curve("loss/validation")
+    assert ours == undisturbed.curve("loss/validation")[-len(ours) :]
     # Seconds count over both starts.
-    seconds = [value for _, value in run.curve("goodput/step_seconds")]
+    seconds = [value for _, value in run.curve("wall_time/step_seconds")]
     assert seconds == sorted(seconds) and len(seconds) == STEPS
 
 
@@ -160,7 +160,7 @@ def test_bad_steps_are_skipped_and_too_many_end_the_run(run, monkeypatch, truth)
             run.train(guard__stop_after=4, **QUIET)
     found = [re.findall(r"at step (\d+).*\((\d+) in", x)[0] for x in run.warnings()]
     assert found == [("5", "1"), ("7", "1"), ("8", "2"), ("9", "3")]
-    skipped = [int(count) for _, count in run.curve("guard/skipped")]
+    skipped = [int(count) for _, count in run.curve("train/skipped")]
     assert skipped == [0] * 4 + [1, 1, 2, 3, 4, 5]
     # From before the bad steps: while updates are skipped nothing is saved.
     assert run.steps() == {"4"}
@@ -177,7 +177,7 @@ def test_a_spike_of_the_loss_is_skipped_logged_and_counted(run, monkeypatch):
         run.train(guard__spike_sigmas=6.0, **more)
     (warning,) = run.warnings()
     assert f"at step {spike}: no update (1 in a row)" in warning
-    assert run.curve("guard/skipped")[-2:] == [(spike + 4, 1), (spike + 5, 1)]
+    assert run.curve("train/skipped")[-2:] == [(spike + 4, 1), (spike + 5, 1)]
     losses = run.losses()
     assert losses[spike - 1] > 2 * losses[spike:].max()
 
@@ -198,13 +198,13 @@ def test_a_killed_run_ends_as_an_undisturbed_one(run, undisturbed, truth):
     assert int(state.step) == STEPS and len(jax.tree.leaves(state)) > 30
     assert_equal_bits(state, truth)
     curves, wanted, points = run.curves(), undisturbed.curves(), run.points()
-    same = {tag for tag in wanted if not tag.startswith(("perf/", "goodput/"))}
-    assert {*same} >= {"train/loss", "train/grad_norm", "validation/loss"}
+    same = {tag for tag in wanted if not tag.startswith(("perf/", "wall_time/"))}
+    assert {*same} >= {"loss/train", "train/grad_norm", "loss/validation"}
     for tag in same:
         assert curves[tag] == wanted[tag] == points[tag]
     steps = {tag: [step for step, _ in points] for tag, points in curves.items()}
-    assert steps["train/loss"] == list(range(1, STEPS + 1))
-    assert steps["validation/loss"] == [STEPS // 2, STEPS]
+    assert steps["loss/train"] == list(range(1, STEPS + 1))
+    assert steps["loss/validation"] == [STEPS // 2, STEPS]
     # Rates are never the same, but no step may have two.
     assert set(curves) == set(wanted) == set(points)
     assert {tag: [step for step, _ in points[tag]] for tag in points} == steps
@@ -262,7 +262,7 @@ def test_a_run_says_where_everything_is_and_what_it_gives(undisturbed):
     found = {tag for tag in curves if tag.startswith("perf/")}
     assert found == {f"perf/{rate}" for rate in rates}
     lost, compiled = (
-        curves[f"goodput/{kind}_seconds"][-1][1] for kind in ("lost", "compile")
+        curves[f"wall_time/{kind}_seconds"][-1][1] for kind in ("lost", "compile")
     )
     assert lost == 0 < compiled
 

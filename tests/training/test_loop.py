@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.cases import table
+from tests.support.pages import ROOT
 from training.hosts.watchdog import Watchdog
 from training.loop import Intervals, Loop, Programs
 from training.reports.goodput import Goodput
@@ -146,7 +148,7 @@ def test_everything_is_done_at_its_multiples_and_after_the_last_step(
     assert run(loop, first) == last
     assert loop.checkpoints.saved == {step: step for step in saved}
     written = loop.report.writer.scalars.call_args_list
-    found = [step for (step, values), _ in written if "goodput/fraction" in values]
+    found = [step for (step, values), _ in written if "wall_time/goodput" in values]
     assert loop.checkpoints.close.called and found == points
     logged = [line for line in said if line.startswith("validation")]
     assert logged == [f"validation loss 1.0000 at step {step}" for step in validated]
@@ -202,6 +204,30 @@ def test_a_validation_that_gives_no_number_ends_no_run_well(broken, bad, message
         f"WARNING: validation loss nan at step {step} from finite parameters"
         for step in steps
     ]
+
+
+def test_curves_are_those_of_the_page_in_its_order(monkeypatch):
+    """TensorBoard sorts groups by name: loss and rates come first, wall time last."""
+    monkeypatch.setattr("training.reports.report.peak_bytes", lambda: 1)
+    loop = make_loop()
+    rates = Throughput(num_devices=1, peak_flops=1e12)
+    report = dataclasses.replace(
+        loop.report, throughput=rates, held_out_parts=("from_0",)
+    )
+    programs = dataclasses.replace(
+        loop.programs, evaluate=lambda parameters, batch: (jnp.ones(1), jnp.ones(1))
+    )
+    run(dataclasses.replace(loop, report=report, programs=programs))
+    calls = report.writer.scalars.call_args_list
+    tags = sorted({tag for (_, values), _ in calls for tag in values})
+    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in tags))
+    page = (ROOT / "docs/metrics.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", page, re.MULTILINE)
+    assert groups == [group for group, _ in rows]
+    assert groups[:2] == ["loss", "perf"] and groups[-1] == "wall_time"
+    for group, curves in rows:
+        named = {f"{group}/{name}" for name in re.findall(r"`(\w+)`", curves)}
+        assert named <= set(tags), group
 
 
 def test_rates_are_of_the_times_at_which_steps_end():

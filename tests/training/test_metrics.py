@@ -136,15 +136,15 @@ def test_a_full_disk_costs_points_and_no_run(tmp_path, monkeypatch):
 
     warnings = []
     with TensorBoardWriter(tmp_path, 1, warnings.append) as writer:
-        writer.scalars(1, {"train/loss": 4.0})
+        writer.scalars(1, {"loss/train": 4.0})
         writer.flush()
         with monkeypatch.context() as patch:
             patch.setattr(sinks.EventFileWriter, "add_event", refuse)
-            writer.scalars(2, {"train/loss": 3.0})
-            writer.scalars(3, {"train/loss": 2.5})
+            writer.scalars(2, {"loss/train": 3.0})
+            writer.scalars(3, {"loss/train": 2.5})
             writer.flush()
-        writer.scalars(4, {"train/loss": 2.0})
-    assert read_scalars(tmp_path)["train/loss"] == [(1, 4.0), (4, 2.0)]
+        writer.scalars(4, {"loss/train": 2.0})
+    assert read_scalars(tmp_path)["loss/train"] == [(1, 4.0), (4, 2.0)]
     (line,) = warnings
     assert line.startswith(f"WARNING: points of {tmp_path} are lost: ")
     assert "No space left" in line
@@ -186,8 +186,8 @@ def test_seconds_belong_to_what_was_going_on(clock):
     points = goodput.points()
     spent = {"setup": 4, "compile": 5, "step": 25, "evaluation": 2, "save": 4}
     for kind in KINDS:
-        assert points[f"goodput/{kind}_seconds"] == spent.get(kind, 0)
-    assert points["goodput/fraction"] == 25 / 40
+        assert points[f"wall_time/{kind}_seconds"] == spent.get(kind, 0)
+    assert points["wall_time/goodput"] == 25 / 40
     assert str(goodput) == (
         "goodput 62.5 % of 40.0 s "
         "(setup 4.0, compile 5.0, step 25.0, save 4.0, evaluation 2.0)"

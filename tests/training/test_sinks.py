@@ -37,10 +37,10 @@ def test_every_point_is_a_line_at_once(path):
     times = iter(range(100, 105))
     sink = JsonLines(path, 1, clock=lambda: next(times))
     assert path.read_text() == ""
-    sink.scalars(1, {"train/loss": jnp.float32(0.1), "n": 3})
+    sink.scalars(1, {"loss/train": jnp.float32(0.1), "n": 3})
     sink.scalars(1, {"inf": math.inf, "nan": math.nan, "goodput": 0.5})
     assert read(path) == [
-        {"step": 1, "time": 101, "train/loss": float(jnp.float32(0.1)), "n": 3.0},
+        {"step": 1, "time": 101, "loss/train": float(jnp.float32(0.1)), "n": 3.0},
         {"step": 1, "time": 103, "inf": None, "nan": None, "goodput": 0.5},
     ]
 

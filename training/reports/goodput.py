@@ -111,8 +111,8 @@ class Goodput:
     def points(self) -> dict[str, float]:
         """Returns the seconds of each kind, and the fraction that was progress."""
         self.switch(self._kind)
-        seconds = {f"goodput/{kind}_seconds": x for kind, x in self.seconds.items()}
-        return seconds | {"goodput/fraction": self._fraction}
+        seconds = {f"wall_time/{kind}_seconds": x for kind, x in self.seconds.items()}
+        return seconds | {"wall_time/goodput": self._fraction}
 
     def __str__(self) -> str:
         self.switch(self._kind)

@@ -88,13 +88,14 @@ class Report:
             losses = losses + batch_losses
             weights = weights + batch_weights
         loss = float(losses.sum() / max(weights.sum(), 1))
-        points = {"loss": loss}
+        points = {"loss/validation": loss}
         if self.held_out_parts:
             means = losses / np.where(weights > 0, weights, np.nan)
-            points |= _named(self.held_out_parts, means)
+            parts = _named(self.held_out_parts, means)
+            points |= {f"validation/{name}": mean for name, mean in parts.items()}
         self.last["validation_loss"] = loss
         self.say(f"validation loss {loss:.4f} at step {step}")
-        self.writer.scalars(step, {f"validation/{n}": v for n, v in points.items()})
+        self.writer.scalars(step, points)
         return loss
 
     def _write(
@@ -103,9 +104,10 @@ class Report:
         metrics = metrics | {"learning_rate": float(self.learning_rates[step - 1])}
         self.say(console_line(step, self.total_steps, metrics | rates))
         parts = [f"loss_{name}" for name in self.parts]
-        names = ["loss", "grad_norm", *parts, "learning_rate"]
-        points = {f"train/{name}": metrics[name] for name in names}
-        points["guard/skipped"] = metrics["skipped"]
+        names = ["grad_norm", *parts, "learning_rate", "skipped"]
+        # TensorBoard sorts groups by name, and unfolds the first two: loss and perf.
+        points = {"loss/train": metrics["loss"]}
+        points |= {f"train/{name}": metrics[name] for name in names}
         if (peak := peak_bytes()) is not None:
             points["perf/peak_bytes"] = peak
         self.writer.scalars(step, points | rates)
