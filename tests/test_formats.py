@@ -68,4 +68,4 @@ def test_a_run_goes_on_with_the_loss_that_it_had(tmp_path, monkeypatch):
     evaluate = jax.jit(evaluate, compiler_options=QUICK)
     loss, weight = evaluate(state.params, batch)
     mean = loss.sum() / weight.sum()
-    assert float(mean) == pytest.approx(json.loads(last)["validation/loss"], rel=1e-5)
+    assert float(mean) == pytest.approx(json.loads(last)["loss/validation"], rel=1e-5)
