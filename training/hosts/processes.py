@@ -61,17 +61,7 @@ def connect(
                 "config.hosts.coordinator=HOST:PORT of the first process, or none of "
                 "the three, for what the cluster says"
             )
-        try:
-            join("of the cluster", **options)
-        except ValueError as error:
-            if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-                raise ValueError(
-                    f"hosts: JAX_COORDINATOR_ADDRESS={address} is set, and no cluster "
-                    f"says the rest ({error}): unset it, or give "
-                    "config.hosts.coordinator, count and index"
-                ) from error
-            if NOT_DETECTED not in str(error):
-                raise
+        _join_cluster(options)
         return
     _check_address(coordinator, count, index)
     if LOOPBACK.match(coordinator):
@@ -85,6 +75,24 @@ def connect(
         **options,
     )
     _check_counts(count, index, start_seconds)
+
+
+def _join_cluster(options: dict[str, int | str]) -> None:
+    """Joins the processes that a cluster names; where there is none, returns alone.
+
+    options: timeouts, as JAX names them.
+    """
+    try:
+        join("of the cluster", **options)
+    except ValueError as error:
+        if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+            raise ValueError(
+                f"hosts: JAX_COORDINATOR_ADDRESS={address} is set, and no cluster "
+                f"says the rest ({error}): unset it, or give "
+                "config.hosts.coordinator, count and index"
+            ) from error
+        if NOT_DETECTED not in str(error):
+            raise
 
 
 def _check_address(coordinator: str, count: int, index: int) -> None:
