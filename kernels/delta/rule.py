@@ -47,16 +47,18 @@ def gated_delta(
     size = min(CHUNK, tokens)
     lead = q.ndim - 3  # axes before the tokens
     state = jnp.broadcast_to(state, (*q.shape[:lead], q.shape[-2], depth, values))
+    is_first = is_first[..., None]  # (…, T, 1), of all heads
     terms = _chunk_terms(
         _cut(q, lead, size),
         _cut(k, lead, size),
         _cut(v, lead, size),
         _cut(log_decay, lead, size),
         _cut(beta, lead, size),
-        _cut(is_first[..., None], lead, size),
+        _cut(is_first, lead, size),
         values,
     )
     state, out = lax.scan(_take_chunk, state.astype(jnp.float32), terms)
+    # (chunks, …, H, C, W) -> (…, chunks, C, H, W)
     out = jnp.moveaxis(jnp.moveaxis(out, 0, lead), lead + 1, lead + 2)
     out = out.reshape(*out.shape[:lead], -1, *out.shape[-2:])  # (…, chunks * C, H, W)
     return out[..., :tokens, :, :], state
@@ -86,6 +88,7 @@ def _cut(x: jax.Array, axis: int, size: int) -> jax.Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, -x.shape[axis] % size
     x = jnp.pad(x, widths).astype(jnp.float32)
+    # (…, chunks, C, H, …) -> (chunks, …, H, C, …)
     x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
     return jnp.moveaxis(jnp.moveaxis(x, axis + 2, axis + 1), axis, 0)
 
@@ -124,12 +127,13 @@ def _chunk_terms(
     solve = functools.partial(solve_triangular, lower=True, unit_diagonal=True)
     own, read = jnp.split(solve(system, written), [v.shape[-1]], axis=-1)
     own = jnp.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, values - v.shape[-1])])
+    keys = decay[..., -1, :, None] * k
     return ChunkTerms(
         own=own,
         read=read,
         queries=kept * q,
         scores=scores,
-        keys=decay[..., -1, :, None] * k,
+        keys=keys,
         stays=kept[..., -1:, :],
     )
 
@@ -139,8 +143,8 @@ def _take_chunk(state: jax.Array, chunk: ChunkTerms) -> tuple[jax.Array, jax.Arr
     new = chunk.own - product("...cd,...dw->...cw", chunk.read, state)  # (…, H, C, W)
     out = product("...cd,...dw->...cw", chunk.queries, state)
     out += product("...ij,...jw->...iw", chunk.scores, new)
-    added = product("...cd,...cw->...dw", chunk.keys, new)  # (…, H, D, W)
-    return chunk.stays * state + added, out
+    state = chunk.stays * state + product("...cd,...cw->...dw", chunk.keys, new)
+    return state, out
 
 
 def after(one: jax.Array, earlier: jax.Array) -> jax.Array:
@@ -178,6 +182,7 @@ def short_convolution(
     for back in range(width):
         first = width - 1 - back
         seen = lax.slice_in_dim(whole, first, first + tokens, axis=-3)
+        # Further back lies another document, in a row or on the device before.
         is_here = (positions >= back)[..., None, None]
         out += jnp.where(is_here, seen * kernel[first].astype(jnp.float32), 0)
     return jax.nn.silu(out)
