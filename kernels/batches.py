@@ -73,6 +73,7 @@ def shard_batch(
     check_length(layout, ring_size, tokens.shape[1], slices)
     check_shards("rows", "B", tokens.shape[0], axes.batch, mesh)
     weights = np.roll(~begins, -1, axis=1).astype(np.float32)  # 0 at the row's end
+    # The last token's target is the row's first, with a weight of 0.
     rows = tokens, np.roll(tokens, -1, axis=1), weights, positions
     whole = NamedSharding(mesh, PartitionSpec(axes.batch))
     sharded = NamedSharding(mesh, PartitionSpec(axes.batch, axes.tokens))

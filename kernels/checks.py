@@ -284,6 +284,7 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
     bounds = _checked_pair(visible.k_start, visible.k_end).map(_known_or_traced)
     bounds = bounds.intervals()
     if index is not None:
+        # From layout order to the sequence's: in another they may well decrease.
         bounds = bounds.map(lambda bound: bound[..., np.argsort(index)])
     # Masks never end before they start at the first token: these were swapped.
     ends_before = (bounds.k_end < bounds.k_start).all(axis=(0, 2))

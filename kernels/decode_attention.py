@@ -165,6 +165,8 @@ class CachedAttention:
         def local(q, keys, values, index, bounds, layer, sinks):
             partial = _of_live_slots(q, (keys, values), index, bounds, layer, scores)
             out, lse = merge_over(self._axes.ring, partial)
+            # As one more key, after the devices' results are merged: each of them
+            # would count it.
             sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, m)
             out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
             return out.astype(q.dtype)

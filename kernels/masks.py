@@ -114,6 +114,7 @@ class Mask:
         try:
             return self(index, key_length)
         except jax.errors.TracerArrayConversionError:  # made of traced arrays
+            # Too wide an outline costs time; too narrow a one leaves out visible keys.
             return full()(index, key_length)
 
     def fill_padding(
@@ -325,6 +326,7 @@ def segments(ids: Array) -> Mask:
     decreases = ()
     if known(ids) is None:  # else they were checked above
         decreases = ((ids[:, 1:] < ids[:, :-1]).any(axis=1),)
+    # Running extremes carry an edge's index to all tokens of its segment.
     starts = xp.where(xp.concatenate([yes, edge], axis=1), tokens, 0)
     ends = xp.where(xp.concatenate([edge, yes], axis=1), tokens + 1, ids.shape[-1])
     first = _running(xp.maximum, starts)  # (B, T), where the token's segment starts

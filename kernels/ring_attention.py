@@ -148,6 +148,7 @@ def make_ring_attention(
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
     check_length(layout, ring_size, length=0)
 
+    # Kept by route: a new function each time would be traced, and compiled, each time.
     @functools.cache
     def compiled(route: Route) -> Callable[..., Any]:
         local = functools.partial(
@@ -214,6 +215,7 @@ class _MeshRing:
         queries = order(self.layout, self.size, q.shape[1])
         keys = order(self.layout, self.size, k.shape[1])
         visible, mask = _bounds_and_mask(visible, within, q, queries, k.shape[1])
+        # Kernels multiply masked keys by 0, and 0 · nan is nan.
         q = mask.fill_padding(q, queries)
         k = mask.fill_padding(k, keys)
         v = mask.fill_padding(v, keys)
@@ -306,6 +308,7 @@ def _over_mesh(
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads, None)
         lse = PartitionSpec(axes.batch, axes.heads, axes.tokens)
         *intervals, rows, _ = visible.k_start.shape
+        # Bounds that the batch shares are one row, which every device needs.
         rows = None if rows == 1 else axes.batch
         bound = PartitionSpec(*(None for _ in intervals), rows, axes.tokens)
         specs = array, array, array, bound, PartitionSpec(axes.heads)

@@ -101,6 +101,7 @@ def ranked(
             if slowed <= choice.seconds:
                 choice = one_way._replace(seconds=slowed)
         choices.append(choice)
+    # The sort is stable, so that of equals the option given first is taken.
     return sorted(choices, key=lambda choice: choice.seconds)
 
 

@@ -183,6 +183,7 @@ class RingCost:
     @property
     def gradients_bytes(self) -> float:
         """Bytes of their gradients."""
+        # In float32 until the ring is done, whatever the type of the keys.
         return self.keys_bytes / self.heads.itemsize * FLOAT32
 
     @property

@@ -58,6 +58,7 @@ class Runs:
     ) -> "Runs":
         """Returns the runs of a ring's shards, each in as many slices, on mesh axes."""
         index = order(layout, devices, tokens).reshape(devices * slices, -1)
+        # Cut where the tokens of any device jump: all have runs of the same slots.
         ends = np.flatnonzero((np.diff(index) != 1).any(axis=0)) + 1
         length = math.gcd(index.shape[1], *ends.tolist())
         starts = index[:, ::length]  # (devices, slots)
@@ -84,6 +85,8 @@ class Runs:
         """Returns what the run that many before each has in x; zeros where none is."""
         out = jnp.zeros_like(x)
         for pairs, source, target in self.moves(steps):
+            # Zeros on devices without a partner: each slot is received once, if at all,
+            # so that a sum joins the transfers.
             part = lax.ppermute(x[:, source], self.axis_name, pairs)
             around = target.start, self.slots - target.stop
             out += jnp.pad(part, [(0, 0), around, *[(0, 0)] * (x.ndim - 2)])
@@ -121,12 +124,14 @@ class Runs:
         depth, width = maps.shape[-2:]
         values = width - depth
         rank = self._rank()
+        # The map of the run before; the identity for the first run.
         before = jnp.eye(depth, width, values, maps.dtype)
         before = jnp.where(rank > 0, self.moved(maps), before)
         for steps in self.shifts[1:]:
             composed = after(before, self.moved(before, steps))
             # A run with fewer than `steps` before it has the whole map already.
             before = jnp.where(rank >= steps, composed, before)
+        # The state before all runs is zero: of a map S -> A S + B, that leaves B.
         return before[..., :values]
 
     def last(self, states: jax.Array) -> jax.Array:

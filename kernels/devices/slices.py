@@ -39,6 +39,7 @@ def lay_out(
     across = across_slices(shape, len(slices))
     inside = tuple(n // m for n, m in zip(shape, across, strict=True))
     parts = np.empty(len(slices), object)
+    # Slices have cut the ring into as many parts already.
     ring_parts = -(-ring_parts // across[RING])
     parts[:] = [_inside_a_slice(inside, part, ring_parts) for part in slices]
     return np.block(parts.reshape(across).tolist())

@@ -150,7 +150,7 @@ def _box(coords: Sequence[Coords]) -> np.ndarray | None:
     numbers = np.full([len(side) for side in sides], -1)
     for number, chip in enumerate(coords):
         at = tuple(side.index(x) for side, x in zip(sides, chip, strict=True))
-        numbers[at] = number
+        numbers[at] = number  # two chips in one place leave another place at -1
     return numbers if numbers.size == len(coords) and numbers.min() >= 0 else None
 
 
@@ -168,6 +168,7 @@ def _boxes(
         sides.append([cut for cut in ways if math.prod(cut) == length])
     for cuts in itertools.product(*sides):
         box = [cut[axis] for cut in cuts]
+        # A closed walk around it needs an even side, and another to come back on.
         is_wide = any(n % 2 == 0 for n in box) and sum(n > 1 for n in box) > 1
         is_whole = tuple(map(math.prod, zip(*cuts, strict=True))) == shape
         if is_whole and (is_wide or shape[axis] == 2):
@@ -227,6 +228,7 @@ def _in_pairs(shape: Shape, side: int) -> list[Coords] | None:
     walk: list[Coords] = []
     for *at, half in _loop((*shape[:side], *shape[side + 1 :], shape[side] // 2)):
         pair = [(*at[:side], 2 * half + i, *at[side:]) for i in range(2)]
+        # Begin beside the chip at which the pair before has ended.
         if walk and not _is_closed([walk[-1], pair[0]]):
             pair.reverse()
         walk += pair

@@ -71,6 +71,7 @@ class Ring:
 
     def shift(self, arrays: Any, shifts: int) -> Any:
         """Sends the arrays a number of devices on, or back if it is below 0."""
+        # All devices receive: one that is in no pair would get zeros, and no error.
         pairs = [(device, (device + shifts) % self.size) for device in range(self.size)]
         arrays = lax.ppermute(_ordered(arrays, HEADS_FIRST), self.axis_name, pairs)
         return _ordered(arrays, HEADS_FIRST)

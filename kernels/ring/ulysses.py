@@ -25,7 +25,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class HeadShares(NamedTuple):
-    """HeadShares as they are shared out over U devices.
+    """Heads as they are shared out over U devices.
 
     group: query heads of each of the K given key/value heads, zero heads included.
     copies: of each of these key/value heads; they divide its group.
@@ -88,6 +88,7 @@ def over_heads(
     v = swap(_with_copies(v, way), split_axis=2, concat_axis=1)
     if sinks is not None:
         own = way.heads // devices
+        # The heads that the all-to-all leaves here: consecutive ones, by device.
         begin = lax.axis_index(axis_name) * own
         padded = _with_zeros(sinks, 0, kv_heads, way)
         sinks = lax.dynamic_slice_in_dim(padded, begin, own)

@@ -129,6 +129,7 @@ def _kernel(
             dk=dk_ref.at[batch, keys, head, part.columns],
             dv=dv_ref.at[batch, keys, head, part.columns],
         )
+        # Nothing else writes dk and dv: without zeros they would be what was in memory.
         pl.when(is_live)(consumer.accumulate)
         pl.when(~is_live)(consumer.write_zeros)
 
@@ -226,6 +227,7 @@ class BackwardConsumer(NamedTuple):
             return work_tiles.next(work)
 
         end = lax.fori_loop(0, work_tiles.total(), step, work_tiles.first())
+        # Each step releases the tile before its own; here, the last one is left.
         plgpu.wgmma_wait(0)  # drains dK of the last work tile
         self._release(work_tiles.total() - 1)
         if self.dq is not None:

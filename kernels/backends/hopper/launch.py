@@ -103,6 +103,8 @@ class HopperForwardSteps:
         """Runs the kernel."""
         block_k = self.config.block_k
         d = self.q.shape[-1]
+        # No bound reaches the zeros after the last key: a tile with some is not full,
+        # and has a mask.
         k = _padded(k, block_k, d)  # (B, S, K, d)
         v = _padded(v, block_k, d)  # (B, S, K, d)
         operands = QueryOperands(*prepared, (), self.q, (), k, v, carry or ())

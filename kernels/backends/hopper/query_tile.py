@@ -86,6 +86,7 @@ class QuerySmem(NamedTuple):
         queries = tiled_smem((CONSUMERS, ROWS, d), dtype)
         # Each consumer begins as soon as its own 64 rows are there.
         of_consumer = plgpu.Barrier(num_barriers=CONSUMERS)
+        # Both arrive before a stage is refilled: each reads all of K and V.
         by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
             q=queries,

@@ -253,6 +253,7 @@ def _kernel(
         tile.add_gradients(is_full, numbers.first_end(query_tile) - first_key)
         dq.store(i, n)
 
+    # The head's next program goes on from here in the buffers' order.
     visits = visited + here.end - here.begin
     scratch.counts[VISITED] = visits
     dq.end(visits)

@@ -217,6 +217,8 @@ def _kernel(
         semaphores=scratch.semaphores,
     )
 
+    # Nobody has: this is the head's first live tile, or one behind an empty one, or the
+    # one before is another core's.
     @pl.when(here.is_live & ~is_prefetched)
     def _():
         kv.start(here.end - 1, jnp.int32(0))
