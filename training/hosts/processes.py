@@ -134,7 +134,8 @@ def _check_counts(count: int, index: int, seconds: int) -> None:
             key = f"{name}/{other}"
             counts.append(store.blocking_key_value_get(key, milliseconds))
         store.key_value_set(name, ", ".join(counts))
-    # All judge the first one's list, so that all of them refuse, or none.
+    # All judge the first one's list, so that all of them refuse, or none: one that went
+    # on alone would wait for the devices of the others.
     given = store.blocking_key_value_get(name, milliseconds).split(", ")
     if len(set(given)) > 1:
         raise ValueError(

@@ -176,6 +176,7 @@ class Checkpoints:
             disk belong to another model. Nothing is written then.
           OSError: this save and the one before it failed, or the two before it.
         """
+        # What a failed save has left takes room on a disk that may be full.
         self._settle()
         self._clear_half_saved()
         latest = self.latest_step()
@@ -189,6 +190,8 @@ class Checkpoints:
             self.check_fingerprint()
         meta = make_meta(step, self._fingerprint, self.record, state)
         self._saving = step
+        # Orbax asks it while this save begins which steps are to go, and deletes them
+        # once the new one is complete: a run that is killed meanwhile has the old ones.
         self._newest.rotates = rotate
         try:
             arrays = ocp.args.StandardSave(state)
@@ -245,6 +248,7 @@ class Checkpoints:
         except Exception as error:
             self._fail(self._saving, error)
         else:
+            # Complete, and not only begun: failures count in a row.
             if self._saving is not None:
                 self._failures = []
         self._saving = None

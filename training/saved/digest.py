@@ -89,6 +89,7 @@ def digest(array: jax.Array) -> jax.Array:
 def scrambled_indices(shape: tuple[int, ...]) -> jax.Array:
     """Returns a uint32 for each element of an array, scrambled from its indices."""
     # Each axis is scrambled by itself: a flat index would overflow.
+    # By place alone, so that each device computes those of its own elements.
     words = jnp.zeros((1,) * len(shape), jnp.uint32)
     for axis in range(len(shape)):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)

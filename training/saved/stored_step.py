@@ -142,6 +142,7 @@ class StoredStep:
         """
         state = together(self, lambda: self._read_arrays(abstract), self.sleep)
         # Orbax and TensorStore return whatever bits a file holds: nothing else notices.
+        # On all processes alike, as digests are sums over all devices.
         read = digests(state)
         saved = meta[LEAVES]
         wrong = [name for name in read if saved[name]["digest"] != read[name].bits]
@@ -317,6 +318,7 @@ def absolute(directory: AnyPath) -> AnyPath:
 
 
 def _checksum(meta: Mapping[str, Any]) -> int:
+    # Sorted: keys may be read back in another order.
     return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 

@@ -107,6 +107,7 @@ def global_norm(tree: Any) -> jax.Array:
         own = jax.device_put(own, jax.memory.Space.Device)
         return total + optax.tree.norm(float32(own), squared=True)
 
+    # Squares of all arrays together, before the one root: the norm of all numbers.
     start = optax.tree.norm(float32(near), squared=True)
     return jnp.sqrt(lax.fori_loop(0, len(far[0]), add, start))
 

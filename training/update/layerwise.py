@@ -280,6 +280,8 @@ class Layerwise:
         wide = self._matrices(params)
         update = standard_promotion(transformation.update)
         updates, new = update(grads, decode(state), wide)
+        # In float32, and rounded at random: to the nearest, bfloat16 would lose each
+        # update below half of its unit, and the parameter would stand still.
         wide = jax.tree.map(jnp.add, wide, updates)
         new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
         return chosen(is_good, new, (params, state))
@@ -312,9 +314,8 @@ class Layerwise:
 
         def of(path: tuple[Any, ...], x: jax.Array) -> Any:
             weight = find(named, path)
-            word = next(
-                words
-            )  # of each leaf, so that none's depends on the others' types
+            # Of each leaf, so that none's depends on the others' types.
+            word = next(words)
             moment = next(iter(_field_names(path) & set(FLOAT8)), None)
             if moment is None or weight is None or not weight.is_matrix:
                 return x

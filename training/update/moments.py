@@ -59,11 +59,14 @@ def encode(x: jax.Array, moment: str, axis: int, word: jax.Array) -> Blocks:
     length = math.gcd(BLOCK, x.shape[axis])
     blocks = _cut(x, axis, length)
     largest = jnp.abs(blocks).max(axis + 1, keepdims=True)
+    # The largest number of a block becomes the largest of the type: e4m3fn has no inf,
+    # and whatever exceeds that would be nan.
     scales = largest / jnp.float32(info.max)
     bits = random_bits(word, x.shape).reshape(blocks.shape)
     # A block of zeros has scale 0, and 0 / 0 would be nan.
     values = blocks / jnp.where(scales > 0, scales, 1)
     if moment == "nu":
+        # Rounded to 0, an update would be divided by epsilon alone.
         least = jnp.float32(info.smallest_subnormal)
         values = jnp.where(values > 0, values.clip(least), 0)
     values = stochastic_round(values, bits, dtype).reshape(x.shape)
