@@ -67,6 +67,7 @@ def shard_batch(
             "tokens, positions and segment_ids must all be (B, T), got "
             f"{tokens.shape}, {positions.shape} and {ids.shape}"
         )
+    # () for heads, which tokens have none of: None would stand for "tensor".
     axes = checked_axes(mesh, ring_axes, batch_axes, (), ulysses_axis)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
     slices = 1 if ulysses_axis is None else mesh.shape[ulysses_axis]

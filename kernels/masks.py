@@ -3,7 +3,7 @@
 Or in a few intervals that share no key: the masks of trees, drafts and the like.
 
 A token's *index* is its place in the global sequence; its *position* is its place in
-its own document (what RoPE uses). Masks speak of indices only. For every mask here
+its own document (what RoPE uses). Masks use indices only. For every mask here
 `k_start` and `k_end` do not decrease along the sequence, so the keys of a query on any
 shard of any layout are one interval of local slots (see `layouts.Layout.count`), and
 the live tiles of a query tile are consecutive (see `tile_ranges`).
@@ -107,7 +107,7 @@ class Mask:
     def outline(self, index: np.ndarray, key_length: int) -> Visible:
         """Returns bounds, as a call does, that are known while a program is traced.
 
-        They hold those of the mask: of an intersection, its parts that are known.
+        They contain the mask's own: of an intersection, that of its known parts.
         """
         if self.parts:
             return self.join(*(x.outline(index, key_length) for x in self.parts))

@@ -75,6 +75,7 @@ def ring_attention(
     soft_cap = checks.checked_soft_cap(soft_cap)
     sinks = checks.checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
+    # The oracle is a few einsums, which XLA shards as their operands are.
     if backend is not reference:
         check_local(backend is not blockwise, q, k, v)
     q, k, v, sinks = varying_alike(q, k, v, sinks)
@@ -179,7 +180,7 @@ def make_ring_attention(
 
 @dataclass(frozen=True)
 class _MeshRing:
-    """A ring over a mesh, and what `make_ring_attention` was told of it.
+    """A ring over a mesh, with the options of `make_ring_attention`.
 
     compiled: route -> the ring on global q, k, v, bounds and sinks.
     """

@@ -192,8 +192,8 @@ def append(
     cache: where it has no room, tokens are lost. operations: as of `fill`.
     window: tokens that a token sees in every layer, its own included; 0 for all.
     trunk: int32 (B,), first tokens of each row, which m branches share; None: the new
-      tokens are a row's next ones. Else they are one of each branch, which attends to
-      the trunk and to its own branch. Branch b keeps its index plus b * (S // m) in the
+      tokens are a row's next ones. Else they are one of each branch, and attend to the
+      trunk and to their own branch. Branch b keeps its index plus b * (S // m) in the
       cache: more tokens than that do not go into it.
     advance: of Gated DeltaNet, (qkv, kernels, log_decay, beta, state and tails) ->
       (out, both after these tokens); then every row has all m tokens.

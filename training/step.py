@@ -174,7 +174,7 @@ def _mean_gradients(
     microbatches: int,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Loss by weight, the summed losses of its parts, and gradients by weight."""
+    """Returns the mean loss by weight, the sums of its parts, and its gradients."""
     # By the whole batch's weight, also in microbatches: a mean of their means would
     # weigh a token more, the more padding is beside it.
     weight = weights.sum()

@@ -147,17 +147,17 @@ def _take_chunk(state: jax.Array, chunk: ChunkTerms) -> tuple[jax.Array, jax.Arr
     return state, out
 
 
-def after(one: jax.Array, earlier: jax.Array) -> jax.Array:
+def after(later: jax.Array, earlier: jax.Array) -> jax.Array:
     """Applies an affine map of states to states, or to the columns of an earlier map.
 
-    one: (…, D, V + D), of S -> A S + B: B, and then A; as what the rule makes of a
-      state whose last D columns are the identity, and zeros before them.
+    later: the map S -> A S + B as (…, D, V + D), B and then A. The rule makes it of a
+      state of V columns of zeros, and then the identity.
     earlier: states (…, D, V), or a map (…, D, V + D).
     """
-    depth, width = one.shape[-2:]
-    linear = product("...de,...ew->...dw", one[..., width - depth :], earlier)
-    widths = [(0, 0)] * (one.ndim - 1) + [(0, earlier.shape[-1] - (width - depth))]
-    return linear + jnp.pad(one[..., : width - depth], widths)
+    depth, width = later.shape[-2:]
+    linear = product("...de,...ew->...dw", later[..., width - depth :], earlier)
+    widths = [(0, 0)] * (later.ndim - 1) + [(0, earlier.shape[-1] - (width - depth))]
+    return linear + jnp.pad(later[..., : width - depth], widths)
 
 
 def normalised(x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from .rule import after
 
 
 class Move(NamedTuple):
-    """A transfer: pairs of devices, and which slots of the first go to which ones."""
+    """A transfer: senders and receivers, and slots of the former and of the latter."""
 
     devices: list[tuple[int, int]]
     source: slice
@@ -72,7 +72,7 @@ class Runs:
 
     @property
     def shifts(self) -> list[int]:
-        """Returns the steps that maps move: by one, and then to double their runs."""
+        """Returns by how many runs maps move: 1, and then 1, 2, 4, … to double them."""
         if self.devices == 1:
             return []
         return [1, *(1 << n for n in range((len(self.owners) - 2).bit_length()))]
@@ -82,7 +82,7 @@ class Runs:
         return x.reshape(x.shape[0], self.slots, self.length, *x.shape[2:])
 
     def moved(self, x: jax.Array, steps: int = 1) -> jax.Array:
-        """Returns what the run that many before each has in x; zeros where none is."""
+        """Returns for each run what the one `steps` before it has in x, or zeros."""
         out = jnp.zeros_like(x)
         for pairs, source, target in self.moves(steps):
             # Zeros on devices without a partner: each slot is received once, if at all,
@@ -135,7 +135,7 @@ class Runs:
         return before[..., :values]
 
     def last(self, states: jax.Array) -> jax.Array:
-        """Returns the state after the last run of all, (B, H, D, V), of each one's."""
+        """Selects the state after the last run of all, (B, H, D, V), on all devices."""
         is_last = self._rank() == len(self.owners) - 1
         return lax.psum(jnp.where(is_last, states, 0).sum(axis=1), self.axis_name)
 

@@ -31,6 +31,7 @@ Groups = tuple[tuple[int, ...], ...]
 def wraps(device_kind: str, shape: Shape) -> tuple[bool, ...]:
     """Returns which of three axes of a slice of these chips are closed."""
     step = WRAPS_FROM.get(device_kind, 0)
+    # Slices of v5e and v6e have two axes: the third has one chip.
     sides = shape[:2] if step == 16 else shape
     if not step or (len(sides) == 3 and any(side % step for side in sides)):
         return False, False, False
@@ -54,7 +55,7 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
 def is_closed(devices: np.ndarray, axis: int) -> bool:
     """Returns whether lines along `axis` go from each chip to one beside it, and back.
 
-    So they do too where devices do not know their place. All lines are alike.
+    True also if devices do not know their place. All lines are alike.
     """
     coords = coords_of_all(lines_along(devices, axis)[0])
     return coords is None or len(coords) == 1 or _is_closed(coords)

@@ -1,8 +1,8 @@
 """The chunks of a ring's keys and values on one device: cut, bounds, sends, sums.
 
-A chunk (see `routes`) is known by its number in the schedule. What a device has of
-chunks are dictionaries keyed by these numbers, so that a loop over ring steps carries
-only the chunks that are under way. Letters of shapes: see `attend`.
+A chunk (see `routes`) is known by its number in the schedule. A device keeps what it
+has of the chunks in dictionaries by these numbers, so that a loop over ring steps
+carries only the chunks that are under way. Letters of shapes: see `attend`.
 """
 
 import functools
@@ -290,7 +290,7 @@ class Chunks:
 def of_groups(chunks: Chunks, kernels: dict[int, Steps]) -> list[Steps]:
     """Returns a backend's steps for each head group, those of its last chunk.
 
-    Of all chunks of a group they have carries of one form.
+    The steps of all chunks of a group have carries of one form.
     """
     of_group = {chunks.group(number): steps for number, steps in kernels.items()}
     return [of_group[group] for group in sorted(of_group)]

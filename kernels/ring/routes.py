@@ -123,6 +123,8 @@ class AllShards:
         whole = Chunk((0, heads), (0, slots), range(ring_size))
         if not self.both_ways or ring_size == 1:
             return Schedule((whole,))
+        # Cores share out the heads of a chunk: in halves that they do not divide, one
+        # core would wait for the other.
         unit = math.gcd(heads, self.cores)
         tile = math.gcd(slots, TILE)
         if heads > unit:

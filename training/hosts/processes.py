@@ -38,8 +38,8 @@ def connect(
       coordinator: host:port of the first process; "": JAX asks Cloud TPU (also on GKE),
         SLURM or Open MPI, and where there is none of them, the process is alone.
       count: of the processes; index: of this one, from 0. Both only with `coordinator`.
-      start_seconds: for which it waits for the others.
-      lost_seconds: after which one that is silent is lost.
+      start_seconds: how long it waits for the others.
+      lost_seconds: how long a process may be silent before it counts as lost.
 
     Raises:
       ValueError: a part is missing or makes no sense; the port is in use; or processes
@@ -162,7 +162,8 @@ def tell_all(text: str) -> list[str]:
     """Returns each process's text, by its index; all of them must call this.
 
     Raises:
-      ValueError: processes have different numbers of devices, so they cannot talk.
+      ValueError: processes have different numbers of devices, so that no array can be
+        gathered from all of them.
     """
     # `process_allgather` takes the devices as a rectangle, processes times devices.
     devices = collections.Counter(device.process_index for device in jax.devices())

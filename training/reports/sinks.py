@@ -288,10 +288,10 @@ def _refusal(error: Exception) -> ValueError:
 
 
 def run_directory(directory: str, workdir: str) -> str:
-    """Gives the folder of a run's curves, whose name is what TensorBoard calls it.
+    """Returns the folder of a run's curves, by whose name TensorBoard shows the run.
 
-    That of its workdir; or, where curves are there, the folder that they are in, as the
-    workdir may have been moved since.
+    It is named as the workdir; or, if there are curves already, it is the folder that
+    they are in, as the workdir may have been moved since.
 
     directory: that TensorBoard is given.
     """

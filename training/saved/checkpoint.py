@@ -176,7 +176,6 @@ class Checkpoints:
             disk belong to another model. Nothing is written then.
           OSError: this save and the one before it failed, or the two before it.
         """
-        # What a failed save has left takes room on a disk that may be full.
         self._settle()
         self._clear_half_saved()
         latest = self.latest_step()
@@ -190,8 +189,7 @@ class Checkpoints:
             self.check_fingerprint()
         meta = make_meta(step, self._fingerprint, self.record, state)
         self._saving = step
-        # Orbax asks it while this save begins which steps are to go, and deletes them
-        # once the new one is complete: a run that is killed meanwhile has the old ones.
+        # Orbax asks it as the save begins, and deletes steps once that is complete.
         self._newest.rotates = rotate
         try:
             arrays = ocp.args.StandardSave(state)
@@ -203,8 +201,8 @@ class Checkpoints:
     def distrust(self, first: int, why: str) -> None:
         """Moves the steps from `first` on to `damaged`, so that an older one is newest.
 
-        They stay where there is no older one, and where they were moved before: made
-        again, they were no better.
+        They stay if there is no older step, and if steps of their numbers were moved
+        before: the run has made these again, and they were no better.
 
         why: what is wrong with them, for a person.
         """
@@ -248,7 +246,6 @@ class Checkpoints:
         except Exception as error:
             self._fail(self._saving, error)
         else:
-            # Complete, and not only begun: failures count in a row.
             if self._saving is not None:
                 self._failures = []
         self._saving = None
@@ -346,8 +343,8 @@ class Checkpoints:
 class Manager(ocp.CheckpointManager):
     """Orbax's manager, which drops no step and leaves notices of preemption to the run.
 
-    Its own question after each save would move the step at which the processes of a run
-    have agreed to stop (see `training/hosts/preemption.py`).
+    Orbax's check for preemption after each save would move the step at which the
+    processes of a run have agreed to stop (see `training/hosts/preemption.py`).
     """
 
     def reached_preemption(self, step: int) -> bool:

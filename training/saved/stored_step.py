@@ -1,4 +1,4 @@
-"""One step on disk: what it says of itself, and whether what is read back is that.
+"""One step on disk: its meta data, and whether what is read is what was saved.
 
 A step directory holds two items: `state`, the train state's arrays, and `meta`, JSON
 with the step, the fingerprint of the model that the arrays belong to, the record of the
@@ -265,7 +265,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by dotted path; a NamedTuple has those of the dict it is saved as."""
+    """Returns leaves by dotted path; a NamedTuple's as of the dict it is saved as."""
     by_name = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         by_name[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf

@@ -110,8 +110,9 @@ class Weight:
     def block_axis(self) -> int:
         """Axis of the matrix along which moments are in blocks.
 
-        One of which a device has many consecutive elements: not "embed", over which
-        parameters are sharded the finest; but for a vocabulary, whose rows differ.
+        A device has many consecutive elements along it: it is not "embed", over which
+        parameters are sharded the finest, unless the other is a vocabulary, whose rows
+        differ.
         """
         inputs, outputs = self.view_names
         if "vocab" in (inputs, outputs):

@@ -50,8 +50,8 @@ class Blocks(NamedTuple):
 def encode(x: jax.Array, moment: str, axis: int, word: jax.Array) -> Blocks:
     """Encodes a moment, float32, in blocks along an axis.
 
-    moment: "mu", or "nu", which has no negative numbers, and of which none that is
-      above 0 becomes 0: it is divided by.
+    moment: "mu" or "nu". The latter has no negative numbers, and those above 0 do not
+      become 0, as updates are divided by their roots.
     word: of the random bits, uint32.
     """
     dtype = FLOAT8[moment]

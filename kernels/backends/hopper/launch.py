@@ -170,8 +170,8 @@ class HopperBackwardSteps:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Runs the kernels.
 
-        They add to dq in its place. XLA forgets that, and loses dq, where it fuses a
-        kernel with slices that it reads or updates; it fuses nothing across a barrier.
+        They add to dq in place. Where XLA fuses a kernel with slices that it reads or
+        updates, the alias is lost, and dq with it; it fuses nothing across a barrier.
         """
         keys = k.shape[1]
         depth = self.shape[-1]

@@ -150,6 +150,7 @@ def backward_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, key_tiles),
+            # Of all but k and v the kernel itself copies the tiles that are live.
             in_specs=[k_block, k_block, *[hbm] * 5],
             out_specs=(hbm, dk_block, dk_block),
             scratch_shapes=[scratch],

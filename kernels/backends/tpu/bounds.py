@@ -93,7 +93,7 @@ class Diagonals(NamedTuple):
         return cls(granule, block_q, block_k, tuple(bases))
 
     def hold(self, first_end: jax.Array) -> jax.Array:
-        """Says whether there is code for a tile, by its first row.
+        """Returns whether there is code for a tile, by its first row.
 
         first_end: of `first_ends`, less the tile's first key, as in `attend`.
         """

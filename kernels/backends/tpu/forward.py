@@ -166,6 +166,7 @@ def forward_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, query_tiles),
+            # Of k and v the kernel itself copies the tiles that are live.
             in_specs=[blocks.row_bounds, blocks.q, hbm, hbm, carry_blocks],
             out_specs=(blocks.out, blocks.lse),
             scratch_shapes=[scratch],
