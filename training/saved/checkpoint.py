@@ -189,8 +189,7 @@ class Checkpoints:
             self.check_fingerprint()
         meta = make_meta(step, self._fingerprint, self.record, state)
         self._saving = step
-        # Orbax asks it as the save begins, and deletes steps once that is complete.
-        self._newest.rotates = rotate
+        self._newest.rotates = rotate  # asked as the save begins, obeyed at its end
         try:
             arrays = ocp.args.StandardSave(state)
             items = ocp.args.Composite(state=arrays, meta=ocp.args.JsonSave(meta))
