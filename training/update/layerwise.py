@@ -345,6 +345,8 @@ def _put_layer(number: jax.Array, whole: jax.Array, layer: jax.Array) -> jax.Arr
 
 def _rounded(wide: Any, like: Any, key: jax.Array) -> Any:
     """Returns float32 parameters in the shapes and types of others."""
+    # A word for each leaf, rounded or not: the bits of one do not depend on the types
+    # of the others.
     words = iter(jax.random.bits(key, (len(jax.tree.leaves(like)),), jnp.uint32))
 
     def of(x: jax.Array, like: jax.Array) -> jax.Array:

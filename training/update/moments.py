@@ -39,6 +39,7 @@ class Blocks(NamedTuple):
         """Returns the numbers, float32."""
         wide = self.values.astype(jnp.float32)
         for axis, size in enumerate(wide.shape):
+            # Blocks lie along the axis on which there are fewer scales than numbers.
             parts = self.scales.shape[axis]
             if size != parts:
                 blocks = _cut(wide, axis, size // parts)
