@@ -360,6 +360,7 @@ def checked_axes(
     batch = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     if head_axis is None and "tensor" in rest and "tensor" not in batch:
         head_axis = "tensor"
+    # From here on None is no axis: () was that, and None stood for the default.
     axes = Axes(ring, batch, head_axis or None, ulysses_axis)
     if missing := [axis for axis in ring if axis not in mesh.axis_names]:
         raise ValueError(

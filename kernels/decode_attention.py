@@ -172,6 +172,7 @@ class CachedAttention:
             return out.astype(q.dtype)
 
         stack, queries = self._specs(keys)
+        # Of bounds (intervals, B or 1, m), one row stands for all of the batch.
         rows = PartitionSpec(None, self._axes.batch if len(bounds[0][0]) > 1 else None)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
@@ -268,5 +269,6 @@ def _live_slots(index: jax.Array, k_end: jax.Array) -> jax.Array:
 
     index: int32 (B, S / N). k_end: int32 (intervals, B or 1, m).
     """
+    # The last one decides: slots before it may be free, in some rows or in all.
     count = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
     return jnp.where(index < k_end.max(), count, 0).max(initial=0)

@@ -41,6 +41,7 @@ def tree(ids: Array, parents: Array, intervals: int | None = None) -> Mask:
     ids = np.broadcast_to(ids, (rows, ids.shape[-1]))
     parents = np.broadcast_to(parents, (rows, parents.shape[-1]))
     chains = [_chains(ids[row], parents[row]) for row in range(rows)]
+    # Bounds are one array: all rows have as many intervals as the one that needs most.
     most = max(1, *map(len, chains))
     if intervals is not None:
         if whole_number("tree intervals", intervals, 1) < most:

@@ -159,6 +159,7 @@ class BackwardPass:
         if is_sending:  # see `ForwardPass.take`
             held, dq = self.chunks.ring.barrier_with_dq((kv, dkv, new), dq)
             kv, dkv, new = held
+        # Behind the barrier: a kernel that added would have to wait for their arrival.
         for number, pair in new.items():
             dkv = dkv | {number: added(dkv.get(number), pair)}
         return BackwardState(kv, dq, dkv)

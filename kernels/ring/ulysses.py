@@ -82,6 +82,7 @@ def over_heads(
     heads = q.shape[2]
     kv_heads = k.shape[2]
     way = share_heads(heads, kv_heads, devices)
+    # Tiled: slices are joined in the order of the devices, which is that of the slots.
     swap = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
     q = swap(_with_zeros(q, 2, kv_heads, way), split_axis=2, concat_axis=1)
     k = swap(_with_copies(k, way), split_axis=2, concat_axis=1)  # (B, L, K' / U, D)

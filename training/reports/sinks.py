@@ -90,6 +90,7 @@ class TensorBoardWriter(Sink):
         self._first_step = first_step
         self._say = say
         self._writer: EventFileWriter | None = self._open()
+        # TensorBoard drops what earlier files have from this step on.
         start = SessionLog(status=SessionLog.START)
         self._add(first_step, session_log=start)
 

@@ -104,6 +104,7 @@ def held_bytes(
     k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
     dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
     scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
+    # Pallas has two buffers for each block of K, V, dK and dV.
     held = 2 * buffer_bytes((k, k, dk, dk)) + scores
     held += buffer_bytes(scratch.queries[:2])
     streamed = buffer_bytes(scratch.dq)

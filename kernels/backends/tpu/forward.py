@@ -128,6 +128,7 @@ def held_bytes(row: jax.ShapeDtypeStruct, cut: Cut) -> int:
     )
     in_flight = blocks.ahead + blocks.behind + 2  # sub-tiles of S and P
     scores = in_flight * blocks.rows * blocks.columns * 4
+    # Pallas has two buffers for a block: one is copied while the other is used.
     return 2 * buffer_bytes(pipelined) + buffer_bytes(scratch) + scores
 
 

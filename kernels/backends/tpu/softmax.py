@@ -322,6 +322,7 @@ def exact_tile(
     for c in columns:
         k = k_ref[pl.ds(c, width), :]  # [cols, D]
         scores.append(mask(config.scores(q, k), c))  # [rows, cols], or swapped
+    # Rescales l and acc too, before anything is added that is relative to the new m.
     state.update_max(scores, orientation)
     l = state.l[...]  # [rows, 128], or [8, rows]
     acc = state.acc[...]  # [rows, D], or swapped
