@@ -62,6 +62,7 @@ from training.saved.checkpoint import Checkpoints
 from training.saved.stored_step import RECORD
 from training.saved.workdir import check_shared, locked, make_writable
 from training.sharding.feed import global_batch
+from training.step import TrainState
 
 PREEMPTED = 75
 """Exit code: try again (EX_TEMPFAIL of sysexits.h)."""
@@ -96,10 +97,9 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
     for line in _start_lines(run):
         say(line)
     with contextlib.ExitStack() as stack:
-        if is_first := jax.process_index() == 0:
-            stack.enter_context(locked(config.workdir, say))
-            if "tensorboard" in config.metrics:
-                make_writable(f"{config.workdir}/tensorboard")
+        is_first = jax.process_index() == 0
+        if is_first:
+            stack.enter_context(_held_workdir(config, say))
         check_shared(config.workdir)
         compiled = stack.enter_context(compilation.counted())
         if config.keep_programs:
@@ -111,15 +111,10 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
         stack.enter_context(watchdog)
 
         checkpoints = stack.enter_context(_checkpoints(config, data, settings, say))
-        if checkpoints.latest_step() is not None:
-            with goodput.spend("restore"):
-                state, meta = checkpoints.restore(run.state_like)
-            say(f"resuming from step {state.step}")
-            saved = meta.get(RECORD, {}).get(record.SETTINGS, {})
-            if change := rate_change(config, saved, int(state.step)):
-                say(change)
-        else:
+        if checkpoints.latest_step() is None:
             state = first_state(run, data, say)
+        else:
+            state = _restored(run, checkpoints, goodput, say)
         frozen = read_frozen(run, say)
         first_step = int(state.step)
         last_step = config.train.steps
@@ -203,6 +198,15 @@ def _start_lines(run: Run) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def _held_workdir(config: ConfigDict, say: Callable[[str], None]) -> Iterator[None]:
+    """Keeps other runs out of the working directory, which it makes."""
+    with locked(config.workdir, say):
+        if "tensorboard" in config.metrics:
+            make_writable(f"{config.workdir}/tensorboard")
+        yield
+
+
+@contextlib.contextmanager
 def _checkpoints(
     config: ConfigDict,
     data: Data,
@@ -229,6 +233,19 @@ def _checkpoints(
             say(f"curves: {name}" + f" --logdir {where}" * (name == "tensorboard"))
         say(f"points: {config.workdir}/{FILE}")
         yield checkpoints
+
+
+def _restored(
+    run: Run, checkpoints: Checkpoints, goodput: Goodput, say: Callable[[str], None]
+) -> TrainState:
+    """Restores the newest checkpoint; tells of another learning rate from there on."""
+    with goodput.spend("restore"):
+        state, meta = checkpoints.restore(run.state_like)
+    say(f"resuming from step {state.step}")
+    saved = meta.get(RECORD, {}).get(record.SETTINGS, {})
+    if change := rate_change(run.config, saved, int(state.step)):
+        say(change)
+    return state
 
 
 def _sinks(

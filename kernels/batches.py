@@ -67,12 +67,14 @@ def shard_batch(
             "tokens, positions and segment_ids must all be (B, T), got "
             f"{tokens.shape}, {positions.shape} and {ids.shape}"
         )
+    # () for heads, which tokens have none of: None would stand for "tensor".
     axes = checked_axes(mesh, ring_axes, batch_axes, (), ulysses_axis)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
     slices = 1 if ulysses_axis is None else mesh.shape[ulysses_axis]
     check_length(layout, ring_size, tokens.shape[1], slices)
     check_shards("rows", "B", tokens.shape[0], axes.batch, mesh)
     weights = np.roll(~begins, -1, axis=1).astype(np.float32)  # 0 at the row's end
+    # The last token's target is the row's first, with a weight of 0.
     rows = tokens, np.roll(tokens, -1, axis=1), weights, positions
     whole = NamedSharding(mesh, PartitionSpec(axes.batch))
     sharded = NamedSharding(mesh, PartitionSpec(axes.batch, axes.tokens))

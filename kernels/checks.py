@@ -284,6 +284,7 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
     bounds = _checked_pair(visible.k_start, visible.k_end).map(_known_or_traced)
     bounds = bounds.intervals()
     if index is not None:
+        # From layout order to the sequence's: in another they may well decrease.
         bounds = bounds.map(lambda bound: bound[..., np.argsort(index)])
     # Masks never end before they start at the first token: these were swapped.
     ends_before = (bounds.k_end < bounds.k_start).all(axis=(0, 2))
@@ -359,6 +360,7 @@ def checked_axes(
     batch = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     if head_axis is None and "tensor" in rest and "tensor" not in batch:
         head_axis = "tensor"
+    # From here on None is no axis: () was that, and None stood for the default.
     axes = Axes(ring, batch, head_axis or None, ulysses_axis)
     if missing := [axis for axis in ring if axis not in mesh.axis_names]:
         raise ValueError(

@@ -165,11 +165,14 @@ class CachedAttention:
         def local(q, keys, values, index, bounds, layer, sinks):
             partial = _of_live_slots(q, (keys, values), index, bounds, layer, scores)
             out, lse = merge_over(self._axes.ring, partial)
+            # As one more key, after the devices' results are merged: each of them
+            # would count it.
             sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, m)
             out, _ = merge((jnp.zeros((), out.dtype), sink), (out, lse))
             return out.astype(q.dtype)
 
         stack, queries = self._specs(keys)
+        # Of bounds (intervals, B or 1, m), one row stands for all of the batch.
         rows = PartitionSpec(None, self._axes.batch if len(bounds[0][0]) > 1 else None)
         slots = PartitionSpec(self._axes.batch, self._axes.ring)
         heads = PartitionSpec(self._axes.heads)
@@ -266,5 +269,6 @@ def _live_slots(index: jax.Array, k_end: jax.Array) -> jax.Array:
 
     index: int32 (B, S / N). k_end: int32 (intervals, B or 1, m).
     """
+    # The last one decides: slots before it may be free, in some rows or in all.
     count = jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32)
     return jnp.where(index < k_end.max(), count, 0).max(initial=0)

@@ -105,6 +105,8 @@ class Zigzag:
     ) -> Array:
         chunk = shard_length // 2
         late = 2 * ring_size - 1 - shard  # number of the second chunk
+        # All tokens of the first chunk come before those of the second: both counts
+        # together are the slot at which the bound lies.
         early = (bound - shard * chunk).clip(0, chunk)
         return early + (bound - late * chunk).clip(0, chunk)
 
@@ -238,6 +240,8 @@ def _checked_axis(x: Array, axis: int) -> int:
 def _take(x: Array, indices: np.ndarray, axis: int) -> Array:
     if isinstance(x, np.ndarray):
         return np.take(x, indices, axis)
+    # A permutation has no index outside: by default JAX looks for some, to put nan in
+    # their place.
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return jnp.take(x, indices, axis, unique_indices=True, mode="clip")

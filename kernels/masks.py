@@ -3,7 +3,7 @@
 Or in a few intervals that share no key: the masks of trees, drafts and the like.
 
 A token's *index* is its place in the global sequence; its *position* is its place in
-its own document (what RoPE uses). Masks speak of indices only. For every mask here
+its own document (what RoPE uses). Masks use indices only. For every mask here
 `k_start` and `k_end` do not decrease along the sequence, so the keys of a query on any
 shard of any layout are one interval of local slots (see `layouts.Layout.count`), and
 the live tiles of a query tile are consecutive (see `tile_ranges`).
@@ -107,13 +107,14 @@ class Mask:
     def outline(self, index: np.ndarray, key_length: int) -> Visible:
         """Returns bounds, as a call does, that are known while a program is traced.
 
-        They hold those of the mask: of an intersection, its parts that are known.
+        They contain the mask's own: of an intersection, that of its known parts.
         """
         if self.parts:
             return self.join(*(x.outline(index, key_length) for x in self.parts))
         try:
             return self(index, key_length)
         except jax.errors.TracerArrayConversionError:  # made of traced arrays
+            # Too wide an outline costs time; too narrow a one leaves out visible keys.
             return full()(index, key_length)
 
     def fill_padding(
@@ -325,6 +326,7 @@ def segments(ids: Array) -> Mask:
     decreases = ()
     if known(ids) is None:  # else they were checked above
         decreases = ((ids[:, 1:] < ids[:, :-1]).any(axis=1),)
+    # Running extremes carry an edge's index to all tokens of its segment.
     starts = xp.where(xp.concatenate([yes, edge], axis=1), tokens, 0)
     ends = xp.where(xp.concatenate([edge, yes], axis=1), tokens + 1, ids.shape[-1])
     first = _running(xp.maximum, starts)  # (B, T), where the token's segment starts

@@ -40,6 +40,7 @@ def _weight(gap: jax.Array) -> jax.Array:
 
 def added(sums: Any, gradients: Any) -> Any:
     """Adds gradients to those so far, if any: dk and dv, or any two trees alike."""
+    # Without sums nothing is added: zeros would be written, and read.
     return jax.tree.map(jnp.add, sums, gradients) if sums else gradients
 
 

@@ -29,6 +29,7 @@ def resharded(mesh: Mesh, specs: Any, operands: Any) -> Any:
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    # Over automatic axes XLA moves operands to where they are read by itself.
     if not explicit:
         return operands
 

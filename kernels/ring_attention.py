@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -75,6 +75,7 @@ def ring_attention(
     soft_cap = checks.checked_soft_cap(soft_cap)
     sinks = checks.checked_sinks(sinks, q)
     backend = choose(implementation, q.dtype)
+    # The oracle is a few einsums, which XLA shards as their operands are.
     if backend is not reference:
         check_local(backend is not blockwise, q, k, v)
     q, k, v, sinks = varying_alike(q, k, v, sinks)
@@ -146,36 +147,60 @@ def make_ring_attention(
     checks.checked_scale(scale, head_size=1)
     checks.checked_soft_cap(soft_cap)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
-    others = tuple(name for name in mesh.axis_names if name not in axes.ring)
-    slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring_size
     check_length(layout, ring_size, length=0)
-    local = functools.partial(
-        ring_attention,
-        axis_name=axes.ring,
-        layout=layout,
-        scale=scale,
-        soft_cap=soft_cap,
-        implementation=implementation,
-        ulysses_axis=ulysses_axis,
-        with_lse=with_lse,
-    )
 
+    # Kept by route: a new function each time would be traced, and compiled, each time.
     @functools.cache
     def compiled(route: Route) -> Callable[..., Any]:
-        on_shards = functools.partial(local, route=route)
-        return _COMPILED_ONCE(_over_mesh(on_shards, mesh, axes, with_lse))
+        local = functools.partial(
+            ring_attention,
+            axis_name=axes.ring,
+            layout=layout,
+            scale=scale,
+            soft_cap=soft_cap,
+            implementation=implementation,
+            ulysses_axis=ulysses_axis,
+            route=route,
+            with_lse=with_lse,
+        )
+        return _COMPILED_ONCE(_over_mesh(local, mesh, axes, with_lse))
 
-    def route_of(outline: Visible | None) -> Route:
-        """Returns the shortest route of a mask within a known outline, if any."""
-        route = None
-        if outline is not None:
-            route = route_within(outline, layout, ring_size, count_steps, one_way)
-        if isinstance(route, Counted):
-            # Devices of all axes leave the loop at the same step, or they would wait.
-            return replace(route, other_axes=others)
-        return route or all_shards(one_way)
+    ring = _MeshRing(
+        mesh=mesh,
+        axes=axes,
+        layout=layout,
+        compiled=compiled,
+        one_way=one_way,
+        count_steps=count_steps,
+        with_lse=with_lse,
+        check_masks=check_masks,
+    )
+    return ring.attend
+
+
+@dataclass(frozen=True)
+class _MeshRing:
+    """A ring over a mesh, with the options of `make_ring_attention`.
+
+    compiled: route -> the ring on global q, k, v, bounds and sinks.
+    """
+
+    mesh: Mesh
+    axes: checks.Axes
+    layout: Layout
+    compiled: Callable[[Route], Callable[..., Any]]
+    one_way: bool
+    count_steps: bool
+    with_lse: bool
+    check_masks: bool
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Devices of the ring."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes.ring)
 
     def attend(
+        self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
@@ -184,34 +209,58 @@ def make_ring_attention(
         sinks: jax.Array | None = None,
         within: Mask | None = None,
     ) -> Any:
+        """Computes attention on global arrays: see `make_ring_attention`."""
         checks.check_operands(q, k, v)
         sinks = checks.checked_sinks(sinks, q)
-        for x in (q, k):
-            check_length(layout, ring_size, x.shape[1], slices)
-        queries, keys = (order(layout, ring_size, x.shape[1]) for x in (q, k))
-        checks.check_shards("rows", "B", k.shape[0], axes.batch, mesh)
-        heads = () if axes.heads is None else (axes.heads,)
-        checks.check_shards("key/value heads", "K", k.shape[2], heads, mesh)
+        self._check_shards(q, k)
+        queries = order(self.layout, self.size, q.shape[1])
+        keys = order(self.layout, self.size, k.shape[1])
         visible, mask = _bounds_and_mask(visible, within, q, queries, k.shape[1])
+        # Kernels multiply masked keys by 0, and 0 · nan is nan.
         q = mask.fill_padding(q, queries)
         k = mask.fill_padding(k, keys)
         v = mask.fill_padding(v, keys)
-        outline = None
-        # What shards read is known where those of queries are those of keys.
-        if ring_size > 1 and q.shape[1] == k.shape[1]:
-            outline = mask.outline(queries, k.shape[1])
-        route = route_of(outline)
-        results = compiled(route)(q, k, v, visible, sinks)
-        if check_masks:
-            in_order = visible.map(lambda x: unpermute(x, layout, ring_size, -1))
+        route = self._route(mask, queries, k.shape[1])
+        results = self.compiled(route)(q, k, v, visible, sinks)
+        if self.check_masks:
+            in_order = visible.map(lambda x: unpermute(x, self.layout, self.size, -1))
             results = _poisoned(results, (*mask.decreases, *checks.are_wrong(in_order)))
-        if not with_lse:
+        if not self.with_lse:
             return mask.fill_padding(results, queries)
         out, lse = results
         lse = mask.fill_padding(lse, queries, -jnp.inf, axis=2)
         return mask.fill_padding(out, queries), lse
 
-    return attend
+    def _check_shards(self, q: jax.Array, k: jax.Array) -> None:
+        """Refuses global arrays that the mesh cannot cut into equal shards."""
+        slices = math.prod(self.mesh.shape[axis] for axis in self.axes.tokens)
+        slices //= self.size
+        check_length(self.layout, self.size, q.shape[1], slices)
+        check_length(self.layout, self.size, k.shape[1], slices)
+        checks.check_shards("rows", "B", k.shape[0], self.axes.batch, self.mesh)
+        heads = () if self.axes.heads is None else (self.axes.heads,)
+        checks.check_shards("key/value heads", "K", k.shape[2], heads, self.mesh)
+
+    def _route(self, mask: Mask, queries: np.ndarray, num_keys: int) -> Route:
+        """Returns the shortest route that brings all keys that a mask may show.
+
+        queries: index of each query, (T,).
+        """
+        route = None
+        outline = None
+        # What shards read is known where those of queries are those of keys.
+        if self.size > 1 and len(queries) == num_keys:
+            outline = mask.outline(queries, num_keys)
+        if outline is not None:
+            route = route_within(
+                outline, self.layout, self.size, self.count_steps, self.one_way
+            )
+        if isinstance(route, Counted):
+            # Devices of all axes leave the loop at the same step, or they would wait.
+            names = self.mesh.axis_names
+            others = tuple(name for name in names if name not in self.axes.ring)
+            return replace(route, other_axes=others)
+        return route or all_shards(self.one_way)
 
 
 def _bounds_and_mask(
@@ -260,6 +309,7 @@ def _over_mesh(
         array = PartitionSpec(axes.batch, axes.tokens, axes.heads, None)
         lse = PartitionSpec(axes.batch, axes.heads, axes.tokens)
         *intervals, rows, _ = visible.k_start.shape
+        # Bounds that the batch shares are one row, which every device needs.
         rows = None if rows == 1 else axes.batch
         bound = PartitionSpec(*(None for _ in intervals), rows, axes.tokens)
         specs = array, array, array, bound, PartitionSpec(axes.heads)

@@ -41,6 +41,7 @@ def tree(ids: Array, parents: Array, intervals: int | None = None) -> Mask:
     ids = np.broadcast_to(ids, (rows, ids.shape[-1]))
     parents = np.broadcast_to(parents, (rows, parents.shape[-1]))
     chains = [_chains(ids[row], parents[row]) for row in range(rows)]
+    # Bounds are one array: all rows have as many intervals as the one that needs most.
     most = max(1, *map(len, chains))
     if intervals is not None:
         if whole_number("tree intervals", intervals, 1) < most:
@@ -98,6 +99,7 @@ def _chains(ids: np.ndarray, parents: np.ndarray) -> list[list[tuple[Run, Run]]]
     last: list[Run] = []  # bounds that a chain has come to
     for begin, end, parent in zip(begins, ends, parents.tolist(), strict=True):
         runs = seen[parent] if parent >= 0 else []
+        # A child that comes right behind its parent goes on in the parent's last run.
         if runs and runs[0][1] == begin:
             runs = [(runs[0][0], end), *runs[1:]]
         elif begin < end:
@@ -107,6 +109,8 @@ def _chains(ids: np.ndarray, parents: np.ndarray) -> list[list[tuple[Run, Run]]]
             continue
         free = set(range(len(last)))
         for run in runs:
+            # Neither bound of a chain may decrease, and its next query, the segment's
+            # first, sees no key behind itself.
             until = min(run[1], begin + 1)
             fit = [n for n in free if last[n][0] <= run[0] and last[n][1] <= until]
             n = max(fit, key=lambda n: last[n][1], default=len(last))

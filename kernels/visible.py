@@ -48,6 +48,7 @@ class Visible(NamedTuple):
     def __or__(self, other: "Visible") -> "Visible":
         """Returns the keys of either, in intervals (m, B or 1, T) that share none."""
         xp = namespace(*self, *other)
+        # The batch may share the rows of one, and not of the other.
         rows = max(bound.shape[-2] for bound in (*self, *other))
         bounds = []
         for pair in zip(self.intervals(), other.intervals(), strict=True):

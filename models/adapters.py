@@ -87,7 +87,7 @@ def over_whole(
     parameters: weights by name; those with no axis "embed" are whole already.
     sides: names of the axes of x and of the result.
     summed: names of axes that results are summed over before these weights are used.
-    parts: what is used of some parameters; None for all of all.
+    parts: which part of some parameters is used; None: the whole of each.
     chunk: tokens that weights are used for at a time; 0 for all of them.
     """
     weights = {name: parameter[...] for name, parameter in parameters.items()}

@@ -4,10 +4,10 @@ The Agentic Transformer (2305.16554) reads several episodes of a task, one after
 other; with one episode it is a Decision Transformer (2106.01345). Every step of the
 environment is four tokens: the return that is left to reach, the state, the action, and
 the reward with the mark of an episode that reached its target. What is continuous stays
-so. The hidden state of the state's token gives the action. Or it is one token, of all
-that is known before the action: the sum of these four, of which action and reward are
-those of the step before. So Decision-Pretrained Transformers (2306.14892) read
-transitions, and it is a quarter of the tokens.
+so. The hidden state of the state's token gives the action. Or a step is one token, of
+all that is known before the action: the sum of the same four, with action and reward of
+the step before. Decision-Pretrained Transformers (2306.14892) read transitions in this
+way, which takes a quarter of the tokens.
 
 Letters: B batch, S steps (in any order: their positions come with them), M tokens of a
 step (4 or 1), T = M S tokens, E hidden size, A action size, P numbers predicted of a

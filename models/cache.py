@@ -168,6 +168,7 @@ def fill(
     x, stacks = _through(decoder, x, index, cache, attend_and_keep, keep_mix)
     keys, values = stacks.attention
     shards = taken.reshape(*index.shape[:1], *cache.filled.shape, -1)  # (B, N, T / N)
+    # Of the fullest row: the slots behind that are free in all rows, for `append`.
     filled = shards.sum(axis=-1, dtype=jnp.int32).max(axis=0)
     index = operations.fill(cache.index[None], index, 0)[0]
     return x, Cache(keys, values, index, filled, stacks.delta)
@@ -191,8 +192,8 @@ def append(
     cache: where it has no room, tokens are lost. operations: as of `fill`.
     window: tokens that a token sees in every layer, its own included; 0 for all.
     trunk: int32 (B,), first tokens of each row, which m branches share; None: the new
-      tokens are a row's next ones. Else they are one of each branch, which attends to
-      the trunk and to its own branch. Branch b keeps its index plus b * (S // m) in the
+      tokens are a row's next ones. Else they are one of each branch, and attend to the
+      trunk and to their own branch. Branch b keeps its index plus b * (S // m) in the
       cache: more tokens than that do not go into it.
     advance: of Gated DeltaNet, (qkv, kernels, log_decay, beta, state and tails) ->
       (out, both after these tokens); then every row has all m tokens.
@@ -203,6 +204,7 @@ def append(
     """
     member = jnp.argmin(cache.filled).astype(jnp.int32)
     slot = cache.filled[member]
+    # Rows without a new token see nothing: their results are zeros, and not read.
     k_end = jnp.where(index == EMPTY, 0, index + 1)
     stored = index
     branches = None
@@ -216,6 +218,7 @@ def append(
     run_window = window
 
     def keep_and_attend(q, k, v, stack, layer, window=0, sinks=None):
+        # Written first: new tokens see themselves, and those before them, in the cache.
         keys = put(stack[0], k, layer)
         values = put(stack[1], v, layer)
         # The smaller of the layer's and the run's window, of which 0 is none.
@@ -261,6 +264,8 @@ def _visible(
     k_start = (k_end - window).clip(0) if window else jnp.zeros_like(k_end)
     if branches is None:
         return k_start, k_end
+    # Shifted as the indices of the branch's tokens are in the cache: no query of
+    # another branch has them in its interval.
     own_start = jnp.maximum(k_start, branches.trunk) + branches.shift
     trunk_end = jnp.minimum(k_end, branches.trunk)
     own_end = k_end + branches.shift

@@ -228,10 +228,10 @@ class Generator:
         seed: int,
         held: Held,
     ) -> tuple[Cache, jax.Array, jax.Array] | None:
-        """Appends the tokens of prompts that the cache lacks; None: it does not pay.
+        """Appends the tokens of prompts that the cache lacks, or returns None.
 
-        The ring reads whole prompts faster than blocks do, so prompts of which most is
-        new go that way, and those whose rows take more slots than there are.
+        None if most of a prompt is new, as the ring reads whole prompts faster than
+        blocks; or if the rows together would take more slots than there are.
         """
         if held.cache is None or not self.block:
             return None

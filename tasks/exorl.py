@@ -19,8 +19,6 @@ from data.agents.trajectory_file import TrajectoryFile
 from data.batch import Block
 from data.rows import InOrder, RowPlan, TextBatches
 from kernels import layouts
-from kernels.cost.choice import Choice
-from kernels.cost.work import Row
 from kernels.layouts import Layout, Striped
 from kernels.masks import Visible
 from models.abstract import Model
@@ -30,9 +28,8 @@ from models.losses import Parts, action_errors
 from models.rope import RopeScaling
 from tasks import trajectories
 from tasks.config_errors import names_fields
-from tasks.layout_choice import ranked_choices, typical_rows
+from tasks.layout_choice import ChoosingRun
 from tasks.parts import Data, Objective, OnMesh
-from tasks.run import Run
 from tasks.state import identity
 from training.reports.metrics import StepWork
 from training.sharding.feed import host_blocks
@@ -78,19 +75,11 @@ def sizes(config: ml_collections.ConfigDict) -> AgentConfig:
     return AgentConfig(**fields, rope_scaling=scaling)
 
 
-class AgentRun(Run[AgentConfig]):
+class AgentRun(ChoosingRun[AgentConfig]):
     """A run that trains an agent."""
 
     def read_sizes(self) -> AgentConfig:
         return sizes(self.config)
-
-    @functools.cached_property
-    def rows(self) -> tuple[Row, ...]:
-        return self.given_rows or typical_rows(self.config)
-
-    @functools.cached_property
-    def choice(self) -> Choice:
-        return self.fixed or ranked_choices(self)[0]
 
     @functools.cached_property
     @names_fields

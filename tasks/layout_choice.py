@@ -31,6 +31,7 @@ from kernels.devices.device import rings_both_ways
 from kernels.layouts import Layout, Striped, Zigzag
 from kernels.ring.ulysses import share_heads
 from models.memory import RERUN
+from models.sizes import DecoderConfig
 from tasks import corpora
 from tasks.run import Run
 from tasks.systems import AUTO, document_mask
@@ -85,6 +86,18 @@ def typical_rows(
 
 def _row(mask: DocumentMask, k_start: np.ndarray, k_end: np.ndarray) -> Row:
     return Row(k_start, k_end, mask.window, is_causal=not mask.prefix)
+
+
+class ChoosingRun[Sizes: DecoderConfig](Run[Sizes]):
+    """A run in the layout that is the fastest for typical rows, if none is fixed."""
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return self.given_rows or typical_rows(self.config)
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        return self.fixed or ranked_choices(self)[0]
 
 
 def ranked_choices(run: Run, every: bool = False) -> list[Choice]:

@@ -11,8 +11,6 @@ from ml_collections import ConfigDict
 
 from data.batch import Batch, Block
 from data.rows import TextBatches
-from kernels.cost.choice import Choice
-from kernels.cost.work import Row
 from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.decoder import LanguageModel
@@ -22,10 +20,9 @@ from models.rope import RopeScaling
 from models.sizes import LanguageModelConfig, Lora
 from tasks import corpora
 from tasks.config_errors import names_fields
-from tasks.layout_choice import ranked_choices, typical_rows
+from tasks.layout_choice import ChoosingRun
 from tasks.parts import Data, Objective, OnMesh
 from tasks.programs import identify_frozen
-from tasks.run import Run
 from tasks.state import identity
 from training.reports.metrics import StepWork
 from training.sharding.feed import host_blocks
@@ -34,7 +31,7 @@ from training.step import Counts, count_tokens
 identify = corpora.identify
 
 
-class TextRun(Run[LanguageModelConfig]):
+class TextRun(ChoosingRun[LanguageModelConfig]):
     """A run that trains a language model."""
 
     def read_sizes(self) -> LanguageModelConfig:
@@ -55,14 +52,6 @@ class TextRun(Run[LanguageModelConfig]):
             trained=nnx.LoRAParam if sizes.lora.rank else nnx.Param,
             frozen_dtype=jnp.dtype(self.config.lora.base_dtype or self.compute_dtype),
         )
-
-    @functools.cached_property
-    def rows(self) -> tuple[Row, ...]:
-        return self.given_rows or typical_rows(self.config)
-
-    @functools.cached_property
-    def choice(self) -> Choice:
-        return self.fixed or ranked_choices(self)[0]
 
     @functools.cached_property
     def batch_like(self) -> Batch:

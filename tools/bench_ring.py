@@ -51,6 +51,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import make_ring_attention, masks
 from kernels.backends import IMPLEMENTATIONS, choose
+from kernels.backends.steps import Rows
 from kernels.backends.tile_layout import BlockSizes
 from kernels.cost.choice import default_granule
 from kernels.devices.compiler import compiler_options
@@ -168,6 +169,7 @@ def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
     row = jnp.zeros((problem.batch, problem.heads, local), jnp.float32)
     # Weights are exp(score - lse): with this lse they stay small.
     lse = row + np.log(problem.length)
+    queries = Rows(q, d_out, lse, delta=row)
     scale = problem.head_dim**-0.5
 
     @jax.jit
@@ -175,14 +177,13 @@ def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
         return step.forward(q, k, v, start, stop, scale=scale, carry=(out, lse))
 
     @jax.jit
-    def backward(q, k, v, d_out, lse, delta, start, stop, dq):
-        return step.backward(
-            q, k, v, d_out, lse, delta, start, stop, scale=scale, dq=dq
-        )
+    def backward(queries: Rows, k, v, start, stop, dq):
+        q, do, lse, delta = queries
+        return step.backward(q, k, v, do, lse, delta, start, stop, scale=scale, dq=dq)
 
     return {
         "forward": lambda *bounds: forward(q, k, v, *bounds, wide, lse),
-        "backward": lambda *bounds: backward(q, k, v, d_out, lse, row, *bounds, wide),
+        "backward": lambda *bounds: backward(queries, k, v, *bounds, wide),
     }
 
 

@@ -160,16 +160,16 @@ def export_model(
         fields = adapters.config_fields(config.lora, original and str(original))
         model = source.model
         source = source.saved
-        file_bytes = sys.maxsize
+        form = adapters
+        file_bytes = sys.maxsize  # PEFT reads one file
     else:
         config = dataclasses.replace(config, lora=Lora())
         fields = hf_config.config_fields(config, dtype, kept, tokens)
         model = TextRun(_settings(config), partition).model
-    form = adapters if adapter_only else names
+        form = names
     parts = _weights(model, fields)
-    shapes = names.stored_shapes(parts, model)
-    sizes = {n: np.dtype(dtype).itemsize * math.prod(s) for n, s in shapes.items()}
     tensors = _tensors(source, parts, model, partition, dtype)
+    sizes = _tensor_bytes(parts, model, dtype)
     with new_directory(directory) as new:
         write_tensors(new, tensors, sizes, file_bytes, form.TENSORS)
         changed = "" if adapter_only else hf_config.context_change(fields, kept)
@@ -179,6 +179,16 @@ def export_model(
             changed = _write_own_tokenizer(workdir, new, fields)
         (new / form.CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     return changed
+
+
+def _tensor_bytes(
+    weights: Sequence[Weight], model: Model, dtype: str
+) -> dict[str, int]:
+    """Returns the bytes of each tensor of the published model, by its name."""
+    sizes = {}
+    for name, shape in names.stored_shapes(weights, model).items():
+        sizes[name] = np.dtype(dtype).itemsize * math.prod(shape)
+    return sizes
 
 
 def _copy_companions(original: Path, directory: Path) -> None:

@@ -104,7 +104,7 @@ class Programs(compilation_cache.CacheInterface):
     """Keeps programs in files that begin with the SHA-256 of their key and contents.
 
     XLA runs what it reads. JAX's own files have no checksum where it compresses by
-    Zstandard, and never say to which key they belong.
+    Zstandard, and never hold the key to which they belong.
 
     say: logs the first fault, in a line.
     """
@@ -131,7 +131,7 @@ class Programs(compilation_cache.CacheInterface):
         return program
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes a program, in place of any other, after the oldest made room."""
+        """Writes a program, in place of any other, and removes the oldest for it."""
         file = self._path / (key + _SUFFIX)
         entry = _with_digest(key, value)
         try:
@@ -151,7 +151,7 @@ class Programs(compilation_cache.CacheInterface):
             total -= files[file][1]
 
     def _discard(self, file: Path, why: str) -> None:
-        """Says the first fault, and removes the file, which would fail again."""
+        """Logs the first fault, and removes the file, which would fail again."""
         if not self._has_warned:
             self._has_warned = True
             self._say(f"WARNING: {file} {why}; the run goes on without")

@@ -129,10 +129,10 @@ class Loop:
             self._check_the_end(step, loss)
 
     def _diagnosis(self, error: Exception, step: int, state: TrainState) -> BadSteps:
-        """Says why a run ends, and moves bad checkpoints away.
+        """Finds out why a run ends, and moves bad checkpoints away.
 
-        What is saved is finite. Yet finite parameters may be as useless: checkpoints
-        that hold them move away if no step since their update gave a finite loss.
+        Saved states are finite, but finite parameters can be useless too: checkpoints
+        move away if no step since their update gave a finite loss.
 
         error: what ends the run. step, state: the last step, and what it left.
 
@@ -161,7 +161,7 @@ class Loop:
     def _check_the_end(self, step: int, held_out_loss: float | None) -> None:
         """Raises BadSteps where the last parameters are not known to be of use.
 
-        One bad batch at the end is forgiven, if held-out batches say that it was that.
+        A single bad batch at the end is no error if the held-out loss is finite.
         """
         self.report.flush()
         last = self.report.last
@@ -178,9 +178,9 @@ class Loop:
         )
 
     def _look_at_skipped(self, step: int, state: TrainState, batch: Any) -> None:
-        """Looks for what made an update be skipped: in the state, then by replays.
+        """Looks for the cause of a skipped update: in the state, then by replays.
 
-        Without replays a step later, as the run does not wait for its metrics.
+        Without replays it looks a step later, as the run does not wait for metrics.
         """
         if self.programs.replay is not None:
             self.report.flush()
@@ -224,8 +224,9 @@ class Loop:
         """Begins a checkpoint; returns when the state may change again.
 
         Returns:
-          Whether it did. While updates are skipped there is nothing new to save, but
-          for the last step; and no older step goes, as one may be from before a fault.
+          Whether it began one. While updates are skipped there is nothing new to save,
+          except after the last step; and no older checkpoint is deleted, as it may be
+          from before a fault.
         """
         # Metrics of this step, which say whether there is anything new in the state.
         self.report.flush()

@@ -39,6 +39,7 @@ def count_tokens(batch: Any, windows: Sequence[int] = (0,)) -> Counts:
     windows: of the layers: tokens that a query sees; 0 for all that the batch shows it.
     """
     seen = (batch.k_end - batch.k_start).clip(0)  # (B, T) or (B, T, m)
+    # The intervals of a token share no key, so that each key counts once.
     seen = seen.reshape(*batch.positions.shape, -1).sum(-1)
     behind = jnp.minimum(seen, batch.positions + 1)  # a window shows nothing ahead
     tokens = (seen > 0).sum(dtype=jnp.float32)
@@ -174,7 +175,7 @@ def _mean_gradients(
     microbatches: int,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Loss by weight, the summed losses of its parts, and gradients by weight."""
+    """Returns the mean loss by weight, the sums of its parts, and its gradients."""
     # By the whole batch's weight, also in microbatches: a mean of their means would
     # weigh a token more, the more padding is beside it.
     weight = weights.sum()

@@ -100,6 +100,7 @@ def _best(kind: str, dtype: jnp.dtype) -> str:
     name = "blockwise"
     if kind.startswith("TPU"):
         name = "pallas_tpu"
+    # Hopper's kernels take 16 bits alone: a WGMMA would round float32 to 19.
     elif is_hopper(kind) and dtype.itemsize == 2:
         name = "hopper"
     elif kind.startswith("NVIDIA") and importlib.util.find_spec("jax_triton"):

@@ -98,6 +98,8 @@ def backward(
     else:
         dk = tiling.split_keys(dkv[0])
         dv = tiling.split_keys(dkv[1])
+    # Its rows last, as `_add_tile` computes them: in another order each tile would be
+    # transposed before it is added.
     dq = tiling.split_columns(dq)  # (M, X, D, query tiles, R)
     add = functools.partial(_add_lines, shared)
     dq, dk, dv = _for_each_head(add, dq, q, do, lse, delta, k, v, dk, dv)

@@ -278,6 +278,7 @@ def backward_steps(
 
 def _of_one(visible: Visible) -> Visible:
     """Returns the bounds of an interval, (B or 1, T)."""
+    # A step's kernel runs once for each interval, and is laid out for one.
     return Visible(*(bound[0] for bound in visible))
 
 

@@ -135,6 +135,7 @@ class Tiling(NamedTuple):
 
     def split_keys(self, x: jax.Array) -> jax.Array:
         """Cuts (B, S, K, D) to (M, X, key tiles, block_k, D), zeros after the end."""
+        # No bound reaches the zeros: a tile that holds some is never full, so masked.
         x = _pad(x, 1, self.key_tiles * self.block_k).transpose(0, 2, 1, 3)
         tiles = self.key_tiles, self.block_k, x.shape[-1]
         return x.reshape(self.bound_rows, -1, *tiles)

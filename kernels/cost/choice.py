@@ -51,7 +51,7 @@ def known_chip(kind: str) -> Chip:
 
 
 def slower_links(chip: Chip, times: float) -> Chip:
-    """Returns a chip whose links take some times as long."""
+    """Returns a chip whose links take `times` as long."""
     rate = chip.interconnect_bytes_per_second / times
     return replace(chip, interconnect_bytes_per_second=rate)
 
@@ -59,8 +59,8 @@ def slower_links(chip: Chip, times: float) -> Chip:
 def default_granule(ring_size: int, length: int, kind: str) -> int:
     """Returns the width of stripes where none is named.
 
-    On CPUs they are as wide as a tile, where each shard has several: then tiles are
-    full or empty but on a diagonal. Elsewhere they are of a token.
+    On CPUs they are as wide as a tile, if each shard has several: then all tiles off a
+    diagonal are full or empty. Elsewhere they are one token wide.
 
     kind: of the ring's devices.
     """
@@ -84,8 +84,8 @@ def ranked(
 ) -> list[Choice]:
     """Returns choices with their seconds, the fastest first.
 
-    One way round is taken where it would do on slower links too: it compiles to half of
-    the kernels.
+    One way round is taken if it is as fast even on slower links, as it compiles to half
+    of the kernels.
 
     seconds: of a choice, with links a number of times slower.
     """
@@ -101,6 +101,7 @@ def ranked(
             if slowed <= choice.seconds:
                 choice = one_way._replace(seconds=slowed)
         choices.append(choice)
+    # The sort is stable, so that of equals the option given first is taken.
     return sorted(choices, key=lambda choice: choice.seconds)
 
 
@@ -158,8 +159,8 @@ def choose_layout(
 ) -> Choice:
     """Chooses the layout of causal attention within documents, by estimated seconds.
 
-    documents: lengths of those in each of some rows, which are alike the rows to come
-      and of one length together. device: kind, as "TPU v5e"; None for this process's.
+    documents: lengths of the documents of each of some typical rows, which all have the
+      same number of tokens. device: kind, as "TPU v5e"; None for this process's.
     layouts: to choose from; () for all those that need the least padding.
 
     Returns:

@@ -1,8 +1,9 @@
 """Estimates the seconds of a layer's ring: its kernels, and what outlasts them.
 
-A kernel lasts as long as its visible pairs at the rate of a full tile, and a little for
-each row of tiles and each partial tile (bundles of compiled kernels: CYCLES). Of each
-ring step the slowest device stands against its fullest link. Nothing here is measured.
+A kernel takes the time of its visible pairs at the rate of a full tile, and an overhead
+for each row of tiles and each partial tile (bundles of compiled kernels: CYCLES). In
+each ring step the slowest device is compared with its fullest link. Nothing here is
+measured.
 """
 
 import functools
@@ -83,7 +84,7 @@ COLUMNS = {"TPU v6e": 256}
 
 
 def source(chip: Chip) -> str:
-    """Says where the speed of a chip's kernels comes from."""
+    """Returns where the speed of a chip's kernels comes from, in words."""
     if chip.name in CYCLES:
         what = "bundles of a full tile of 1024 x 1024"
         figures = [f"{name} {full}" for name, (full, *_) in CYCLES[chip.name].items()]
@@ -136,7 +137,7 @@ class Heads(NamedTuple):
 class RingCost:
     """Work and communication of a device in one layer's ring.
 
-    sequence: what the ring is of; rows: of the batch, on this device.
+    sequence: a row, and its layout on the ring. rows: of the batch, on this device.
     sent: numbers of a head that travel: TPUs send whole LANES.
     route: ways that keys and values take. count: steps after the first, if the ring
       counts them.
@@ -183,6 +184,7 @@ class RingCost:
     @property
     def gradients_bytes(self) -> float:
         """Bytes of their gradients."""
+        # In float32 until the ring is done, whatever the type of the keys.
         return self.keys_bytes / self.heads.itemsize * FLOAT32
 
     @property
@@ -305,14 +307,14 @@ class RingCost:
         return self._seconds(moves, chip)
 
     def _home(self, chip: Chip) -> float:
-        """Returns the seconds in which gradients reach their own devices at last."""
+        """Returns the seconds of the last transfer, of gradients to their owners."""
         size = self.gradients_bytes
         # Gradients follow their keys to the last stop, and go home from there at once.
         moves = [(c, -c.stops[-1], size) for c in self.schedule.chunks if c.last]
         return self._seconds(moves, chip)
 
     def _seconds(self, moves: list[tuple[Chunk, int, float]], chip: Chip) -> float:
-        """Returns the seconds of chunks' moves, the shorter way round, at a time.
+        """Returns the seconds of moves at the same time, each the shorter way round.
 
         moves: chunks, their shifts, and the bytes of a whole shard.
         """
@@ -350,6 +352,7 @@ def sampled(steps: int) -> list[tuple[int, float]]:
 def _route(sequence: RowOnRing, chip: Chip, counts: bool, one_way: bool) -> Route:
     """Returns the route that `make_ring_attention` chooses on these chips."""
     whole = all_shards(one_way, chip.device_kinds[0])
+    # Of causal and full rows every device's shard is read by most of the others.
     if sequence.ring_size == 1 or not (sequence.row.window or counts):
         return whole
     return _short_route(sequence, counts, one_way) or whole

@@ -27,7 +27,7 @@ class Row:
 
     k_start, k_end: int (T,), or (m, T) of intervals that share no key.
     window: tokens that each sees at most; 0 for all.
-    is_causal: whether no token sees one behind it.
+    is_causal: whether no token sees a later one.
     """
 
     k_start: np.ndarray
@@ -102,8 +102,8 @@ def document_spans(
 class Work(NamedTuple):
     """Work of a head on each device with each shard of keys, (devices, N).
 
-    pairs: visible ones, in sub-tiles. partial: tiles. rows: of tiles, of all intervals
-    with keys in sight, or of one.
+    pairs: visible ones, in sub-tiles. partial: tiles. rows: rows of tiles, of all
+    intervals with visible keys; of one interval where there are none.
     """
 
     pairs: np.ndarray

@@ -128,6 +128,8 @@ def _of_shard(
     if not is_alone:
         maps = state
         starts = runs.states(maps)  # (B, slots, H, D, V), before each run
+        # What queries read is linear in the state before the run: `read` is the matrix
+        # that it is multiplied by.
         known, read = jnp.split(out, [values], axis=-1)
         out = known + product("brthd,brhdv->brthv", read, starts)
         state = after(maps, starts)
@@ -163,6 +165,7 @@ def advance(
       of all tokens on one device; XLA may shard rows and heads.
     """
     state, *tails = held
+    # A position beyond the convolution's reach: no token here begins a document.
     after_all = jnp.full(beta.shape[:2], len(kernels[0]), jnp.int32)
     q, k, v = convolved(qkv, tails, kernels, after_all)
     out, state = gated_delta(q, k, v, log_decay, beta, after_all == 0, state)

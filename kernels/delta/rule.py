@@ -10,6 +10,7 @@ Within a chunk the writes of all tokens are one triangular solve (the UT transfo
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +47,67 @@ def gated_delta(
     size = min(CHUNK, tokens)
     lead = q.ndim - 3  # axes before the tokens
     state = jnp.broadcast_to(state, (*q.shape[:lead], q.shape[-2], depth, values))
+    is_first = is_first[..., None]  # (…, T, 1), of all heads
+    terms = _chunk_terms(
+        _cut(q, lead, size),
+        _cut(k, lead, size),
+        _cut(v, lead, size),
+        _cut(log_decay, lead, size),
+        _cut(beta, lead, size),
+        _cut(is_first, lead, size),
+        values,
+    )
+    state, out = lax.scan(_take_chunk, state.astype(jnp.float32), terms)
+    # (chunks, …, H, C, W) -> (…, chunks, C, H, W)
+    out = jnp.moveaxis(jnp.moveaxis(out, 0, lead), lead + 1, lead + 2)
+    out = out.reshape(*out.shape[:lead], -1, *out.shape[-2:])  # (…, chunks * C, H, W)
+    return out[..., :tokens, :, :], state
 
-    def chunks(x: jax.Array) -> jax.Array:
-        """Cuts the tokens (…, T, H, …) into chunks: (chunks, …, H, size, …) float32."""
-        widths = [(0, -tokens % size if axis == lead else 0) for axis in range(x.ndim)]
-        x = jnp.pad(x, widths).astype(jnp.float32)
-        x = x.reshape(*x.shape[:lead], -1, size, *x.shape[lead + 1 :])
-        return jnp.moveaxis(jnp.moveaxis(x, lead + 2, lead + 1), lead, 0)
 
-    operands = q, k, v, log_decay, beta, is_first[..., None]
-    q, k, v, log_decay, beta, is_first = map(chunks, operands)
+class ChunkTerms(NamedTuple):
+    """What a chunk of C tokens reads and writes, for any state S (D, W) before it.
+
+    own, read: (…, H, C, W) and (…, H, C, D). The tokens write own - read S.
+    queries: (…, H, C, D), decayed from the chunk's first token on.
+    scores: (…, H, C, C), of queries and the keys up to their own token, decayed.
+    keys: (…, H, C, D), decayed up to the chunk's last token.
+    stays: (…, H, 1, 1), the factor on S: 0 if a document begins in the chunk.
+    """
+
+    own: jax.Array
+    read: jax.Array
+    queries: jax.Array
+    scores: jax.Array
+    keys: jax.Array
+    stays: jax.Array
+
+
+def _cut(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Cuts (…, T, H, …) at the axis of tokens: (chunks, …, H, C, …), float32."""
+    # Padding decays nothing and writes nothing: its log_decay and beta are 0.
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, -x.shape[axis] % size
+    x = jnp.pad(x, widths).astype(jnp.float32)
+    # (…, chunks, C, H, …) -> (chunks, …, H, C, …)
+    x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(jnp.moveaxis(x, axis + 2, axis + 1), axis, 0)
+
+
+def _chunk_terms(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    is_first: jax.Array,
+    values: int,
+) -> ChunkTerms:
+    """Computes the terms of all chunks at once, as none of them needs a state.
+
+    q, k: (chunks, …, H, C, D). v: (chunks, …, H, C, V). log_decay, beta: (chunks, …,
+    H, C). is_first: (chunks, …, 1, C), 0 or 1. values: W, columns of the state.
+    """
+    size = q.shape[-2]
     document = jnp.cumsum(is_first, axis=-1)  # (…, 1, C)
     # A first token's decay is of a state that it does not see.
     log_decay = jnp.where(is_first > 0, 0, log_decay)
@@ -64,43 +116,48 @@ def gated_delta(
     between = log_decay[..., None] * jnp.tri(size, k=-1)  # (…, H, C, C), of l > j
     between = product("il,...lj->...ij", jnp.tri(size), between)
     sees = jnp.tri(size, dtype=bool) & (document[..., None] == document[..., None, :])
-    decay = jnp.exp(jnp.where(sees, between, -jnp.inf))
+    decay = jnp.exp(jnp.where(sees, between, -jnp.inf))  # (…, H, C, C)
     # Of document 0 are the tokens that the state before the chunk reaches.
-    kept = jnp.where(document == 0, jnp.exp(total), 0)[..., None]
+    kept = jnp.where(document == 0, jnp.exp(total), 0)[..., None]  # (…, H, C, 1)
     scores = decay * product("...id,...jd->...ij", q, k)
     system = decay * beta[..., None] * product("...id,...jd->...ij", k, k)
     written = jnp.concatenate([v, kept * k], axis=-1) * beta[..., None]
-    # Each write needs those before it in the chunk: (I + system) u = written.
+    # Each write needs those before it in the chunk: (I + system) u = written. The
+    # solver takes the diagonal for ones, and so reads none of `system`'s.
     solve = functools.partial(solve_triangular, lower=True, unit_diagonal=True)
     own, read = jnp.split(solve(system, written), [v.shape[-1]], axis=-1)
     own = jnp.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, values - v.shape[-1])])
-
-    def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        own, read, queries, scores, keys, stays = chunk
-        new = own - product("...cd,...dw->...cw", read, state)  # (…, H, C, W)
-        out = product("...cd,...dw->...cw", queries, state)
-        out += product("...ij,...jw->...iw", scores, new)
-        return stays * state + product("...cd,...cw->...dw", keys, new), out
-
-    keys = decay[..., -1, :, None] * k  # as the chunk's end has them
-    chunked = own, read, kept * q, scores, keys, kept[..., -1:, :]
-    state, out = lax.scan(step, state.astype(jnp.float32), chunked)
-    out = jnp.moveaxis(jnp.moveaxis(out, 0, lead), lead + 1, lead + 2)
-    out = out.reshape(*out.shape[:lead], -1, *out.shape[-2:])  # (…, chunks * C, H, W)
-    return out[..., :tokens, :, :], state
+    keys = decay[..., -1, :, None] * k
+    return ChunkTerms(
+        own=own,
+        read=read,
+        queries=kept * q,
+        scores=scores,
+        keys=keys,
+        stays=kept[..., -1:, :],
+    )
 
 
-def after(one: jax.Array, earlier: jax.Array) -> jax.Array:
+def _take_chunk(state: jax.Array, chunk: ChunkTerms) -> tuple[jax.Array, jax.Array]:
+    """Returns the state after a chunk, and what its queries read, (…, H, C, W)."""
+    new = chunk.own - product("...cd,...dw->...cw", chunk.read, state)  # (…, H, C, W)
+    out = product("...cd,...dw->...cw", chunk.queries, state)
+    out += product("...ij,...jw->...iw", chunk.scores, new)
+    state = chunk.stays * state + product("...cd,...cw->...dw", chunk.keys, new)
+    return state, out
+
+
+def after(later: jax.Array, earlier: jax.Array) -> jax.Array:
     """Applies an affine map of states to states, or to the columns of an earlier map.
 
-    one: (…, D, V + D), of S -> A S + B: B, and then A; as what the rule makes of a
-      state whose last D columns are the identity, and zeros before them.
+    later: the map S -> A S + B as (…, D, V + D), B and then A. The rule makes it of a
+      state of V columns of zeros, and then the identity.
     earlier: states (…, D, V), or a map (…, D, V + D).
     """
-    depth, width = one.shape[-2:]
-    linear = product("...de,...ew->...dw", one[..., width - depth :], earlier)
-    widths = [(0, 0)] * (one.ndim - 1) + [(0, earlier.shape[-1] - (width - depth))]
-    return linear + jnp.pad(one[..., : width - depth], widths)
+    depth, width = later.shape[-2:]
+    linear = product("...de,...ew->...dw", later[..., width - depth :], earlier)
+    widths = [(0, 0)] * (later.ndim - 1) + [(0, earlier.shape[-1] - (width - depth))]
+    return linear + jnp.pad(later[..., : width - depth], widths)
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -125,6 +182,7 @@ def short_convolution(
     for back in range(width):
         first = width - 1 - back
         seen = lax.slice_in_dim(whole, first, first + tokens, axis=-3)
+        # Further back lies another document, in a row or on the device before.
         is_here = (positions >= back)[..., None, None]
         out += jnp.where(is_here, seen * kernel[first].astype(jnp.float32), 0)
     return jax.nn.silu(out)

@@ -20,7 +20,7 @@ from .rule import after
 
 
 class Move(NamedTuple):
-    """A transfer: pairs of devices, and which slots of the first go to which ones."""
+    """A transfer: senders and receivers, and slots of the former and of the latter."""
 
     devices: list[tuple[int, int]]
     source: slice
@@ -58,6 +58,7 @@ class Runs:
     ) -> "Runs":
         """Returns the runs of a ring's shards, each in as many slices, on mesh axes."""
         index = order(layout, devices, tokens).reshape(devices * slices, -1)
+        # Cut where the tokens of any device jump: all have runs of the same slots.
         ends = np.flatnonzero((np.diff(index) != 1).any(axis=0)) + 1
         length = math.gcd(index.shape[1], *ends.tolist())
         starts = index[:, ::length]  # (devices, slots)
@@ -71,7 +72,7 @@ class Runs:
 
     @property
     def shifts(self) -> list[int]:
-        """Returns the steps that maps move: by one, and then to double their runs."""
+        """Returns by how many runs maps move: 1, and then 1, 2, 4, … to double them."""
         if self.devices == 1:
             return []
         return [1, *(1 << n for n in range((len(self.owners) - 2).bit_length()))]
@@ -81,9 +82,11 @@ class Runs:
         return x.reshape(x.shape[0], self.slots, self.length, *x.shape[2:])
 
     def moved(self, x: jax.Array, steps: int = 1) -> jax.Array:
-        """Returns what the run that many before each has in x; zeros where none is."""
+        """Returns for each run what the one `steps` before it has in x, or zeros."""
         out = jnp.zeros_like(x)
         for pairs, source, target in self.moves(steps):
+            # Zeros on devices without a partner: each slot is received once, if at all,
+            # so that a sum joins the transfers.
             part = lax.ppermute(x[:, source], self.axis_name, pairs)
             around = target.start, self.slots - target.stop
             out += jnp.pad(part, [(0, 0), around, *[(0, 0)] * (x.ndim - 2)])
@@ -121,16 +124,18 @@ class Runs:
         depth, width = maps.shape[-2:]
         values = width - depth
         rank = self._rank()
+        # The map of the run before; the identity for the first run.
         before = jnp.eye(depth, width, values, maps.dtype)
         before = jnp.where(rank > 0, self.moved(maps), before)
         for steps in self.shifts[1:]:
             composed = after(before, self.moved(before, steps))
             # A run with fewer than `steps` before it has the whole map already.
             before = jnp.where(rank >= steps, composed, before)
+        # The state before all runs is zero: of a map S -> A S + B, that leaves B.
         return before[..., :values]
 
     def last(self, states: jax.Array) -> jax.Array:
-        """Returns the state after the last run of all, (B, H, D, V), of each one's."""
+        """Selects the state after the last run of all, (B, H, D, V), on all devices."""
         is_last = self._rank() == len(self.owners) - 1
         return lax.psum(jnp.where(is_last, states, 0).sum(axis=1), self.axis_name)
 

@@ -31,10 +31,10 @@ class Chip:
       matrix_units: of a core, units of 128 x 128 bfloat16 products a cycle; 0 where no
         schedule is read. v4 and v5p have two cores. A v6e has 2 units of 256 x 256 and
         counts 16: they take two rows a cycle, as heads of 256 fill as many slots as
-        those of 128, and with one row the peak would ask for a clock of 3.5 GHz.
-      link_latency: seconds before the first byte of a transfer; 0 where nobody says.
-      sparse_cores: whether the compiler lets SparseCores run collectives. Those of v4
-        and earlier chips it does not.
+        those of 128, and with one row the peak would need a clock of 3.5 GHz.
+      link_latency: seconds before the first byte of a transfer; 0 if not published.
+      sparse_cores: whether the compiler lets SparseCores run collectives; it does not
+        on v4 and earlier chips.
     """
 
     name: str

@@ -11,9 +11,9 @@ def compiler_options(device_kind: str) -> dict[str, str]:
 
     On TPUs, the scheduler starts transfers only when they are waited for in a loop that
     it estimates to exceed the memory. It overestimates (7B on v3 left half of the
-    memory), so its limit is a tenth more than the memory. v3 needs an option of its own
-    to start any ahead, and all of them one for the all-to-alls of `ulysses`, and where
-    rings go both ways one for the transfers of many chunks: by default there are five.
+    memory), so its limit is a tenth more than the memory. A v3 needs an option of its
+    own to start any transfer ahead. All TPUs need one for the all-to-alls of `ulysses`,
+    and where rings go both ways one for more than the default of five transfers.
 
     On GPUs, the scheduler has one collective in flight by default, and overlaps further
     gathers of parameters with attention instead of the ring's transfers.

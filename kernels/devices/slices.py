@@ -30,7 +30,7 @@ def lay_out(
 ) -> np.ndarray:
     """Returns the devices as an array of this shape.
 
-    ring_parts: into which a ring is cut (see `torus.ring_along`).
+    ring_parts: parts that a ring is cut into (see `torus.ring_along`).
 
     Raises:
       ValueError: slices of unlike sizes, or no axis to share them out over.
@@ -39,6 +39,7 @@ def lay_out(
     across = across_slices(shape, len(slices))
     inside = tuple(n // m for n, m in zip(shape, across, strict=True))
     parts = np.empty(len(slices), object)
+    # Slices have cut the ring into as many parts already.
     ring_parts = -(-ring_parts // across[RING])
     parts[:] = [_inside_a_slice(inside, part, ring_parts) for part in slices]
     return np.block(parts.reshape(across).tolist())
@@ -89,9 +90,9 @@ def across_slices(shape: Shape, num_slices: int) -> Shape:
 def _inside_a_slice(
     shape: tuple[int, ...], devices: Sequence[jax.Device], ring_parts: int
 ) -> np.ndarray:
-    """Lays it out as JAX does where its rings are closed walks then, else in boxes.
+    """Lays out a slice as JAX does if its rings are closed walks then, else in boxes.
 
-    Without a ring it is fsdp that walks: parameters are scattered over its pairs.
+    Without a ring the walk is along fsdp, over whose pairs parameters are scattered.
     """
     axis = RING if shape[RING] > 1 else FSDP
     laid_out = ring_along(

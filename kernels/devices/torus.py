@@ -31,6 +31,7 @@ Groups = tuple[tuple[int, ...], ...]
 def wraps(device_kind: str, shape: Shape) -> tuple[bool, ...]:
     """Returns which of three axes of a slice of these chips are closed."""
     step = WRAPS_FROM.get(device_kind, 0)
+    # Slices of v5e and v6e have two axes: the third has one chip.
     sides = shape[:2] if step == 16 else shape
     if not step or (len(sides) == 3 and any(side % step for side in sides)):
         return False, False, False
@@ -54,7 +55,7 @@ def ring_along(devices: np.ndarray, axis: int, *, parts: int = 1) -> np.ndarray:
 def is_closed(devices: np.ndarray, axis: int) -> bool:
     """Returns whether lines along `axis` go from each chip to one beside it, and back.
 
-    So they do too where devices do not know their place. All lines are alike.
+    True also if devices do not know their place. All lines are alike.
     """
     coords = coords_of_all(lines_along(devices, axis)[0])
     return coords is None or len(coords) == 1 or _is_closed(coords)
@@ -150,7 +151,7 @@ def _box(coords: Sequence[Coords]) -> np.ndarray | None:
     numbers = np.full([len(side) for side in sides], -1)
     for number, chip in enumerate(coords):
         at = tuple(side.index(x) for side, x in zip(sides, chip, strict=True))
-        numbers[at] = number
+        numbers[at] = number  # two chips in one place leave another place at -1
     return numbers if numbers.size == len(coords) and numbers.min() >= 0 else None
 
 
@@ -168,6 +169,7 @@ def _boxes(
         sides.append([cut for cut in ways if math.prod(cut) == length])
     for cuts in itertools.product(*sides):
         box = [cut[axis] for cut in cuts]
+        # A closed walk around it needs an even side, and another to come back on.
         is_wide = any(n % 2 == 0 for n in box) and sum(n > 1 for n in box) > 1
         is_whole = tuple(map(math.prod, zip(*cuts, strict=True))) == shape
         if is_whole and (is_wide or shape[axis] == 2):
@@ -227,6 +229,7 @@ def _in_pairs(shape: Shape, side: int) -> list[Coords] | None:
     walk: list[Coords] = []
     for *at, half in _loop((*shape[:side], *shape[side + 1 :], shape[side] // 2)):
         pair = [(*at[:side], 2 * half + i, *at[side:]) for i in range(2)]
+        # Begin beside the chip at which the pair before has ended.
         if walk and not _is_closed([walk[-1], pair[0]]):
             pair.reverse()
         walk += pair

@@ -117,6 +117,8 @@ class BackwardPass:
             number: chunks.table(number, kernel.prepare, defers=not adds_in_place)
             for number, kernel in kernels.items()
         }
+        # In lse's float32, whatever q is: rounded in each step, dq would lose more of
+        # its small parts, the longer the ring.
         zeros = []
         for group, kernel in zip(groups, of_groups(chunks, kernels), strict=True):
             zeros.append(kernel.begin(jnp.zeros_like(group.q, group.lse.dtype)))
@@ -152,10 +154,12 @@ class BackwardPass:
         dkv = state.dkv | arriving_dkv
         if self.adds_in_place:
             return self._add_to_arrived(step, state, kv, dkv, is_sending)
+        # From no dk and dv: those of the steps before are still on their way here.
         dq, new = self._run_kernels(step, state.kv, Sums(state.dq, {}))
         if is_sending:  # see `ForwardPass.take`
             held, dq = self.chunks.ring.barrier_with_dq((kv, dkv, new), dq)
             kv, dkv, new = held
+        # Behind the barrier: a kernel that added would have to wait for their arrival.
         for number, pair in new.items():
             dkv = dkv | {number: added(dkv.get(number), pair)}
         return BackwardState(kv, dq, dkv)
@@ -212,6 +216,7 @@ class BackwardPass:
 
     def _stay(self) -> tuple[list[Any], Pairs]:
         """Computes the gradients of the device's own keys alone, of all its queries."""
+        # Of all queries at once: no transfer is there for a second half to hide.
         tables = {
             number: self.chunks.table(number, kernel.prepare)
             for number, kernel in self.kernels.items()

@@ -1,8 +1,8 @@
 """The chunks of a ring's keys and values on one device: cut, bounds, sends, sums.
 
-A chunk (see `routes`) is known by its number in the schedule. What a device has of
-chunks are dictionaries keyed by these numbers, so that a loop over ring steps carries
-only the chunks that are under way. Letters of shapes: see `attend`.
+A chunk (see `routes`) is known by its number in the schedule. A device keeps what it
+has of the chunks in dictionaries by these numbers, so that a loop over ring steps
+carries only the chunks that are under way. Letters of shapes: see `attend`.
 """
 
 import functools
@@ -134,6 +134,8 @@ class Chunks:
         begin, end = chunk.slots
         if (begin, end) == (0, self.length):
             return Visible(k_start, k_end)
+        # Intervals beside the chunk become empty at its edges, so that bounds still do
+        # not decrease.
         return Visible(
             (k_start - begin).clip(0, end - begin),
             (k_end - begin).clip(0, end - begin),
@@ -153,13 +155,14 @@ class Chunks:
         chunk = self[number]
         stops = chunk.stops
         shifts = jnp.arange(stops.start, stops.stop, stops.step, dtype=jnp.int32)
-        bounds = jax.vmap(lambda x: self.bounds(number, x))(
-            shifts
-        )  # (steps, m, B or 1, L)
+        # (steps, m, B or 1, L) each.
+        bounds = jax.vmap(lambda x: self.bounds(number, x))(shifts)
         if defers and chunk.first == 0:
             begin, end = chunk.slots
             local = Visible(bounds.k_start[0], bounds.k_end[0])  # (m, B or 1, L)
             early, late = halves(local, end - begin)
+            # (steps + 1, m, B or 1, L): the late half comes after the last step's row,
+            # where `rows` takes it as row -1.
             bounds = Visible(
                 jnp.concatenate(
                     [early.k_start[None], bounds.k_start[1:], late.k_start[None]]
@@ -171,6 +174,7 @@ class Chunks:
         k_start, k_end = bounds
         any_visible = jnp.less(k_start, k_end).any(axis=(2, 3))  # (steps, m)
         steps_and_intervals = k_start.shape[:2]
+        # One axis for both, (steps · m, B or 1, L): `prepare` takes bounds (B or 1, L).
         prepared = jax.vmap(prepare)(
             k_start.reshape(-1, *k_start.shape[2:]), k_end.reshape(-1, *k_end.shape[2:])
         )
@@ -192,6 +196,7 @@ class Chunks:
             if is_after_last and chunk.first == 0:
                 rows[number] = tables[number].row(-1)
             elif chunk.first <= step.like <= chunk.last:
+                # Row 0 is of the first stop, in step 1 if the chunk only visits others.
                 rows[number] = tables[number].row(step.number - chunk.first)
         return rows
 
@@ -218,6 +223,8 @@ class Chunks:
         returning = {}
         for number, pair in dkv.items():
             chunk = self[number]
+            # What step n adds leaves in step n + 1: nothing in step 0, and in the step
+            # after its last stop a chunk's dk and dv go home.
             is_begun = before >= 0
             is_home = chunk.last == 0 or before > chunk.last
             if not is_begun or is_home:
@@ -225,8 +232,10 @@ class Chunks:
             if before < chunk.last:
                 sent[number] = self.ring.shift(pair, chunk.shifts_after(before))
             elif count is None:
+                # One transfer over several devices, and not a step for each of them.
                 sent[number] = self.ring.shift(pair, -chunk.stops[-1])
             else:
+                # A transfer's distance must be known while tracing, and this is not.
                 returning[number] = pair
         if count is not None and returning:
             sent |= self._send_home(returning, count)
@@ -234,6 +243,8 @@ class Chunks:
 
     def _send_home(self, dkv: Pairs, count: jax.Array) -> Pairs:
         """Sends dk and dv home from device to device, the shorter way round."""
+        # One of the two loops has no rounds. All devices run as many, as count is the
+        # same on all of them: otherwise their transfers would wait for each other.
         back = jnp.where(2 * count <= self.ring.size, count, 0)
         on = jnp.where(2 * count <= self.ring.size, 0, self.ring.size - count)
         dkv = lax.fori_loop(0, back, lambda _, dkv: self._one_device_on(dkv, -1), dkv)
@@ -279,7 +290,7 @@ class Chunks:
 def of_groups(chunks: Chunks, kernels: dict[int, Steps]) -> list[Steps]:
     """Returns a backend's steps for each head group, those of its last chunk.
 
-    Of all chunks of a group they have carries of one form.
+    The steps of all chunks of a group have carries of one form.
     """
     of_group = {chunks.group(number): steps for number, steps in kernels.items()}
     return [of_group[group] for group in sorted(of_group)]

@@ -1,4 +1,4 @@
-"""What a device of a ring knows of it, and how it sends and waits."""
+"""The parameters of a ring on each of its devices, and how these send and wait."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,7 @@ class Ring:
 
     def shift(self, arrays: Any, shifts: int) -> Any:
         """Sends the arrays a number of devices on, or back if it is below 0."""
+        # All devices receive: one that is in no pair would get zeros, and no error.
         pairs = [(device, (device + shifts) % self.size) for device in range(self.size)]
         arrays = lax.ppermute(_ordered(arrays, HEADS_FIRST), self.axis_name, pairs)
         return _ordered(arrays, HEADS_FIRST)
@@ -96,12 +97,12 @@ class Ring:
         return lax.pmax(varying_over(axes, most), axes)
 
     def barrier(self, arrays: Any) -> Any:
-        """Returns the arrays as they are, once all of them are computed or here."""
+        """Returns the arrays as they are, once all are computed or have arrived."""
         held = lax.optimization_barrier(_ordered(arrays, HEADS_FIRST))
         return _ordered(held, HEADS_FIRST)
 
     def barrier_with_dq(self, arrays: Any, dq: Any) -> tuple[Any, Any]:
-        """Returns both as they are, once all of them are computed or here."""
+        """Returns both as they are, once all are computed or have arrived."""
         held = lax.optimization_barrier(
             (_ordered(arrays, HEADS_FIRST), _ordered(dq, TOKENS_LAST))
         )

@@ -81,6 +81,8 @@ class ForwardPass:
         if self.count is None:
             partial = self._go_around()
         else:
+            # A counted loop takes two steps at least, here one too many: it would
+            # attend to another shard by the bounds of the own one.
             partial = lax.cond(self.count > 0, self._go_around, self._stay)
         outs = []
         lses = []

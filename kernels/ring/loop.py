@@ -67,6 +67,7 @@ def _run_alike(
             state = take(RingStep(n, like=first), state)
         return state
 
+    # The carry keeps its form, as alike steps have the same chunks under way.
     def iteration(state: State, n: jax.Array) -> tuple[State, None]:
         return take(RingStep(n, like=first), state), None
 
@@ -138,6 +139,7 @@ def run_kernels(
     kernels = sum(len(intervals) for intervals in any_visible)
     if kernels < 2 or ring_pass.chunks.ring.size == 1:
         return run_all(sums)
+    # Devices may take different branches: there must be no transfer in them.
     return lax.cond(jnp.concatenate(any_visible).any(), run_all, skip_all, sums)
 
 

@@ -123,6 +123,8 @@ class AllShards:
         whole = Chunk((0, heads), (0, slots), range(ring_size))
         if not self.both_ways or ring_size == 1:
             return Schedule((whole,))
+        # Cores share out the heads of a chunk: in halves that they do not divide, one
+        # core would wait for the other.
         unit = math.gcd(heads, self.cores)
         tile = math.gcd(slots, TILE)
         if heads > unit:
@@ -167,6 +169,7 @@ class Neighbours:
         chunks = [Chunk((0, heads), (0, slots), range(1))]
         for reads in self.reads:
             for stops, span in joined(reads):
+                # The same devices, met the other way round: the last of them first.
                 back = range(stops[-1] - ring_size, stops[0] - ring_size - 1, -1)
                 is_nearer = -back.start < stops.start
                 chunks.append(Chunk((0, heads), span, back if is_nearer else stops))
@@ -271,6 +274,8 @@ def _reads_apart(
             begin = min(read.slots[0] for read in reads)
             end = max(read.slots[1] for read in reads)
             intervals.append(((begin, end), Visible(k_start[None], k_end[None])))
+    # Spans that overlap become one. A chunk shows all intervals of its slots: in two
+    # chunks the same keys would count twice.
     intervals.sort(key=lambda interval: interval[0])
     apart: list[tuple[Span, Visible]] = []
     for span, bounds in intervals:

@@ -25,7 +25,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class HeadShares(NamedTuple):
-    """HeadShares as they are shared out over U devices.
+    """Heads as they are shared out over U devices.
 
     group: query heads of each of the K given key/value heads, zero heads included.
     copies: of each of these key/value heads; they divide its group.
@@ -82,12 +82,14 @@ def over_heads(
     heads = q.shape[2]
     kv_heads = k.shape[2]
     way = share_heads(heads, kv_heads, devices)
+    # Tiled: slices are joined in the order of the devices, which is that of the slots.
     swap = functools.partial(lax.all_to_all, axis_name=axis_name, tiled=True)
     q = swap(_with_zeros(q, 2, kv_heads, way), split_axis=2, concat_axis=1)
     k = swap(_with_copies(k, way), split_axis=2, concat_axis=1)  # (B, L, K' / U, D)
     v = swap(_with_copies(v, way), split_axis=2, concat_axis=1)
     if sinks is not None:
         own = way.heads // devices
+        # The heads that the all-to-all leaves here: consecutive ones, by device.
         begin = lax.axis_index(axis_name) * own
         padded = _with_zeros(sinks, 0, kv_heads, way)
         sinks = lax.dynamic_slice_in_dim(padded, begin, own)

@@ -49,6 +49,18 @@ def test_bounds_must_not_decrease_in_the_order_of_their_index():
         run(Visible(np.sort(visible.k_start), visible.k_end))
 
 
+def test_a_ring_of_fewer_queries_than_keys_finds_them(rng):
+    """The shards that a window reads are not those before the queries' own."""
+    attend = make_ring_attention(
+        ring_mesh(4), layout=layout.Contiguous(), implementation="reference"
+    )
+    q, k, v = rng.standard_normal((3, 1, 64, 2, 8), np.float32)
+    q = q[:, :32]
+    want = attention(q, k, v, visible=masks.window(4), implementation="reference")
+    got = attend(q, k, v, masks.window(4))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_padding_on_a_ring_may_hold_anything(is_local):

@@ -114,6 +114,19 @@ def test_an_address_alone_is_refused_by_the_name_of_its_variable(address, monkey
         processes.connect("", 0, -1)
 
 
+def test_a_process_without_a_cluster_is_alone_and_other_errors_show(monkeypatch):
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", State().initialize)
+    processes.connect("", 0, -1)
+
+    def refuse(*_, **options):
+        raise ValueError("the cluster names no port")
+
+    monkeypatch.setattr(processes, "join", refuse)
+    with pytest.raises(ValueError, match="names no port"):
+        processes.connect("", 0, -1)
+
+
 def test_a_port_that_another_program_has_is_refused():
     """Of two first processes each would hear from some processes of the other."""
     with socket.create_server(("", 0)) as other:

@@ -36,9 +36,9 @@ def _end(say: Callable[[], str], code: int, stderr: int = 2) -> None:
 def _end_at_abort(say: Callable[[], str], code: int, stderr: int = 2) -> None:
     """Lets abort() end the process as `_end` does.
 
-    JAX calls abort() in a thread of its own where it cannot find the other processes,
-    or one of them is silent: nothing is raised, and the callback that it has for that
-    cannot be Python's (std::bad_cast).
+    JAX calls abort() in a thread of its own if it cannot find the other processes, or
+    if one of them is silent. Nothing is raised then, and the callback that JAX offers
+    cannot be a Python function (std::bad_cast).
     """
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _end(say, code, stderr))
     _HANDLERS.append(handler)
@@ -51,7 +51,7 @@ def join(process: str, **options: Any) -> None:
     From then on the loss of another process ends this one with `HUNG` and a line.
 
     Args:
-      process: what says which process of which run this is.
+      process: names this process and its run in the line.
       options: of `initialize`.
     """
     stderr = os.dup(2)

@@ -50,11 +50,11 @@ class SignalNotice:
 class SharedNotice(SignalNotice):
     """A signal to any process; JAX makes all of them stop at the same call.
 
-    JAX handles SIGTERM, so SIGHUP and Ctrl-C are forwarded as that. The call is the
-    first that no process has made yet. JAX waits for exactly the number that it is
-    given, so calls are counted here, from the first of the process. Steps would not do:
-    a run that resumes at 1000 never makes step 1, on which processes agree that have
-    made none.
+    JAX handles SIGTERM, so SIGHUP and Ctrl-C are forwarded as that. All processes stop
+    at the first call that none of them has made yet. JAX waits for exactly the number
+    that it is given, so calls are counted here, from the first of the process. Numbers
+    of steps would not do: processes that have made no step agree on step 1, which a run
+    that resumes at 1000 never makes.
     """
 
     _signals = signal.SIGHUP, signal.SIGINT  # SIGTERM is JAX's

@@ -38,8 +38,8 @@ def connect(
       coordinator: host:port of the first process; "": JAX asks Cloud TPU (also on GKE),
         SLURM or Open MPI, and where there is none of them, the process is alone.
       count: of the processes; index: of this one, from 0. Both only with `coordinator`.
-      start_seconds: for which it waits for the others.
-      lost_seconds: after which one that is silent is lost.
+      start_seconds: how long it waits for the others.
+      lost_seconds: how long a process may be silent before it counts as lost.
 
     Raises:
       ValueError: a part is missing or makes no sense; the port is in use; or processes
@@ -61,17 +61,7 @@ def connect(
                 "config.hosts.coordinator=HOST:PORT of the first process, or none of "
                 "the three, for what the cluster says"
             )
-        try:
-            join("of the cluster", **options)
-        except ValueError as error:
-            if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-                raise ValueError(
-                    f"hosts: JAX_COORDINATOR_ADDRESS={address} is set, and no cluster "
-                    f"says the rest ({error}): unset it, or give "
-                    "config.hosts.coordinator, count and index"
-                ) from error
-            if NOT_DETECTED not in str(error):
-                raise
+        _join_cluster(options)
         return
     _check_address(coordinator, count, index)
     if LOOPBACK.match(coordinator):
@@ -85,6 +75,24 @@ def connect(
         **options,
     )
     _check_counts(count, index, start_seconds)
+
+
+def _join_cluster(options: dict[str, int | str]) -> None:
+    """Joins the processes that a cluster names; where there is none, returns alone.
+
+    options: timeouts, as JAX names them.
+    """
+    try:
+        join("of the cluster", **options)
+    except ValueError as error:
+        if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+            raise ValueError(
+                f"hosts: JAX_COORDINATOR_ADDRESS={address} is set, and no cluster "
+                f"says the rest ({error}): unset it, or give "
+                "config.hosts.coordinator, count and index"
+            ) from error
+        if NOT_DETECTED not in str(error):
+            raise
 
 
 def _check_address(coordinator: str, count: int, index: int) -> None:
@@ -126,7 +134,8 @@ def _check_counts(count: int, index: int, seconds: int) -> None:
             key = f"{name}/{other}"
             counts.append(store.blocking_key_value_get(key, milliseconds))
         store.key_value_set(name, ", ".join(counts))
-    # All judge the first one's list, so that all of them refuse, or none.
+    # All judge the first one's list, so that all of them refuse, or none: one that went
+    # on alone would wait for the devices of the others.
     given = store.blocking_key_value_get(name, milliseconds).split(", ")
     if len(set(given)) > 1:
         raise ValueError(
@@ -153,7 +162,8 @@ def tell_all(text: str) -> list[str]:
     """Returns each process's text, by its index; all of them must call this.
 
     Raises:
-      ValueError: processes have different numbers of devices, so they cannot talk.
+      ValueError: processes have different numbers of devices, so that no array can be
+        gathered from all of them.
     """
     # `process_allgather` takes the devices as a rectangle, processes times devices.
     devices = collections.Counter(device.process_index for device in jax.devices())

@@ -67,7 +67,7 @@ class Goodput:
 
         Args:
           record: the file, there or not. One that cannot be read is logged and
-            left out, as it is of no weight for the run itself.
+            left out, as the run itself does not need it.
           first_step: updates that the run has made where it goes on.
           say: logs that line.
         """

@@ -87,6 +87,8 @@ class Report:
         for batch_losses, batch_weights in jax.device_get(sums):
             losses = losses + batch_losses
             weights = weights + batch_weights
+        # Of all batches together: a mean of their means would weigh a token more, the
+        # fewer of them its batch has.
         loss = float(losses.sum() / max(weights.sum(), 1))
         points = {"loss/validation": loss}
         if self.held_out_parts:

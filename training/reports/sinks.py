@@ -90,6 +90,7 @@ class TensorBoardWriter(Sink):
         self._first_step = first_step
         self._say = say
         self._writer: EventFileWriter | None = self._open()
+        # TensorBoard drops what earlier files have from this step on.
         start = SessionLog(status=SessionLog.START)
         self._add(first_step, session_log=start)
 
@@ -288,10 +289,10 @@ def _refusal(error: Exception) -> ValueError:
 
 
 def run_directory(directory: str, workdir: str) -> str:
-    """Gives the folder of a run's curves, whose name is what TensorBoard calls it.
+    """Returns the folder of a run's curves, by whose name TensorBoard shows the run.
 
-    That of its workdir; or, where curves are there, the folder that they are in, as the
-    workdir may have been moved since.
+    It is named as the workdir; or, if there are curves already, it is the folder that
+    they are in, as the workdir may have been moved since.
 
     directory: that TensorBoard is given.
     """

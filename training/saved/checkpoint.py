@@ -189,7 +189,7 @@ class Checkpoints:
             self.check_fingerprint()
         meta = make_meta(step, self._fingerprint, self.record, state)
         self._saving = step
-        self._newest.rotates = rotate
+        self._newest.rotates = rotate  # asked as the save begins, obeyed at its end
         try:
             arrays = ocp.args.StandardSave(state)
             items = ocp.args.Composite(state=arrays, meta=ocp.args.JsonSave(meta))
@@ -200,8 +200,8 @@ class Checkpoints:
     def distrust(self, first: int, why: str) -> None:
         """Moves the steps from `first` on to `damaged`, so that an older one is newest.
 
-        They stay where there is no older one, and where they were moved before: made
-        again, they were no better.
+        They stay if there is no older step, and if steps of their numbers were moved
+        before: the run has made these again, and they were no better.
 
         why: what is wrong with them, for a person.
         """
@@ -342,8 +342,8 @@ class Checkpoints:
 class Manager(ocp.CheckpointManager):
     """Orbax's manager, which drops no step and leaves notices of preemption to the run.
 
-    Its own question after each save would move the step at which the processes of a run
-    have agreed to stop (see `training/hosts/preemption.py`).
+    Orbax's check for preemption after each save would move the step at which the
+    processes of a run have agreed to stop (see `training/hosts/preemption.py`).
     """
 
     def reached_preemption(self, step: int) -> bool:

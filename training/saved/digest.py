@@ -1,4 +1,4 @@
-"""Digests of arrays: whether their bits are what they were, and all of them numbers.
+"""Digests of arrays: whether they have the same bits, and all numbers are finite.
 
 A leaf's digest is the sum, modulo 2^32, of its elements' bits, each scrambled with its
 place. The sum has no order, so it is the same on every mesh, and it is computed where
@@ -89,6 +89,7 @@ def digest(array: jax.Array) -> jax.Array:
 def scrambled_indices(shape: tuple[int, ...]) -> jax.Array:
     """Returns a uint32 for each element of an array, scrambled from its indices."""
     # Each axis is scrambled by itself: a flat index would overflow.
+    # By place alone, so that each device computes those of its own elements.
     words = jnp.zeros((1,) * len(shape), jnp.uint32)
     for axis in range(len(shape)):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -106,7 +107,7 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def scramble(x: jax.Array) -> jax.Array:
-    """MurmurHash3's final mix, one to one on uint32 (Appleby, public domain)."""
+    """Mixes bits one to one, as MurmurHash3 does last (Appleby, public domain)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

@@ -49,7 +49,7 @@ def continued(
       saved: the record that each checkpoint holds, the newest first; empty for
         imported weights.
       settings: of this start, JSON values by dotted name.
-      may_change: names of settings that may change though they say which data a step
+      may_change: names of settings that may change though they decide which data a step
         reads; "run" where the checkpoints may be of several runs.
       say: logs a line.
       defaults: of settings, which a program that lacked them computed with.
@@ -86,7 +86,7 @@ def _compare(
     may_change: Collection[str],
     say: Callable[[str], None],
 ) -> None:
-    """Logs every change; refuses those of what a step reads."""
+    """Logs every change; refuses those that decide which data a step reads."""
     changes = differences(saved, settings, may_differ=["may_change"])
     refused = {}
     for name, change in changes.items():

@@ -1,4 +1,4 @@
-"""One step on disk: what it says of itself, and whether what is read back is that.
+"""One step on disk: its meta data, and whether what is read is what was saved.
 
 A step directory holds two items: `state`, the train state's arrays, and `meta`, JSON
 with the step, the fingerprint of the model that the arrays belong to, the record of the
@@ -142,6 +142,7 @@ class StoredStep:
         """
         state = together(self, lambda: self._read_arrays(abstract), self.sleep)
         # Orbax and TensorStore return whatever bits a file holds: nothing else notices.
+        # On all processes alike, as digests are sums over all devices.
         read = digests(state)
         saved = meta[LEAVES]
         wrong = [name for name in read if saved[name]["digest"] != read[name].bits]
@@ -264,7 +265,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by dotted path; a NamedTuple has those of the dict it is saved as."""
+    """Returns leaves by dotted path; a NamedTuple's as of the dict it is saved as."""
     by_name = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         by_name[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
@@ -317,6 +318,7 @@ def absolute(directory: AnyPath) -> AnyPath:
 
 
 def _checksum(meta: Mapping[str, Any]) -> int:
+    # Sorted: keys may be read back in another order.
     return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 

@@ -72,7 +72,7 @@ class SavedParameters:
         agreed(lambda: {f"the parameters of {workdir}": str(self)})
 
     def _of_newest[T](self, read: Callable[[], T]) -> T:
-        """Reads from the newest step: from the next, where a run has deleted it since.
+        """Reads from the newest step, or the next one if a run has deleted it since.
 
         read: raises DamagedStep if a part is missing, or is not as it was saved.
         """
@@ -117,7 +117,7 @@ class SavedParameters:
 
     @property
     def digest(self) -> str:
-        """Returns a digest of the parameters, by those of each that were saved."""
+        """Returns a digest of the saved digests of all parameters."""
         parameters = {}
         for name, leaf in self._meta[LEAVES].items():
             if name.startswith(f"{PARAMETERS}."):
@@ -149,9 +149,9 @@ class SavedParameters:
     def restore(self, abstract: Any) -> Any:
         """Reads parameters onto the shardings of `abstract`; equal to the last bit.
 
-        Or rounded to its types, where those were saved in others: then one at a time.
-        Of the newest step now, where a run has deleted the one that was found: `step`
-        says which.
+        Parameters that were saved in other types are rounded to those of `abstract`,
+        one at a time. If a run has deleted the step that was found, they are those of
+        the newest one now: see `step`.
 
         abstract: `jax.ShapeDtypeStruct` with a sharding for each parameter to read; a
           part of the parameters' tree, or the whole.

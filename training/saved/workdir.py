@@ -69,8 +69,8 @@ def make_writable(directory: str | Path) -> None:
 def locked(directory: str, say: Callable[[str], None] = print) -> Iterator[None]:
     """Keeps a run's directory for this process until it leaves, or ends in any way.
 
-    Two runs in one directory would delete each other's checkpoints. The kernel holds
-    the lock, so that what a killed run leaves behind stops nobody.
+    Two runs in one directory would delete each other's checkpoints. The operating
+    system holds the lock: a run that was killed leaves none behind.
 
     Args:
       directory: made where it is missing. Buckets cannot be locked, nor can some shared
@@ -135,7 +135,7 @@ def check_shared(directory: str) -> None:
 
 
 def _take(path: Path, say: Callable[[str], None]) -> TextIO:
-    """Opens and locks a file; which is still the one of that path then."""
+    """Opens and locks the file at a path; it still lies there once it is locked."""
     while True:
         file = path.open("a+")
         try:

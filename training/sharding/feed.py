@@ -30,6 +30,7 @@ def global_batch[Arrays: NamedTuple](
     first = next(iter(blocks.values()))
     arrays = []
     for field, of_block in enumerate(first):
+        # JAX asks for the shards of this host's devices alone, which `blocks` has.
         arrays.append(
             jax.make_array_from_callback(
                 (*shape, *of_block.shape[2:]),

@@ -1,7 +1,7 @@
 """Gathers of parameters' shards, and scatters of their gradients, over mesh axes.
 
-A scatter can be permutes, from neighbour to neighbour: they run beside products, where
-XLA for v4 and v5e waits for every reduce-scatter. Gathers it hides as they are.
+A scatter can be permutes, from neighbour to neighbour: they run beside products, while
+XLA for v4 and v5e waits for every reduce-scatter. Gathers overlap as they are.
 """
 
 import functools
@@ -78,7 +78,8 @@ gather.defvjp(
 def multiply(x: jax.Array, shard: jax.Array, way: Way, inputs: int) -> jax.Array:
     """Multiplies x with a parameter, over its first axes and the last of x.
 
-    Its gradient travels beside pieces of the products that make it and x's.
+    The parameter's gradient travels beside pieces of the products that compute it and
+    the gradient of x.
 
     shard: of the parameter. inputs: the axes that are summed over.
     """
@@ -112,7 +113,7 @@ def _backward(
     def compute(
         operands: tuple[jax.Array, jax.Array], distance: int, number: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns a device's part of the gradient; of x's, rows every second time."""
+        """Returns a device's part of the gradient; every second time, rows of x's."""
         x, dy = operands
         dy_part = dy
         if is_cut_in_outputs:
@@ -170,7 +171,7 @@ class Line:
 def _reduce(
     operands: Any, compute: Callable, line: Line, is_held: bool
 ) -> tuple[jax.Array, list]:
-    """Sums what devices compute for each other, on its way from one to the next.
+    """Sums what devices compute for each other, while the sums travel.
 
     Sums go forwards and backwards in turn, so that each is on its way while one that
     goes the other way is computed; the addition is a part of the product.

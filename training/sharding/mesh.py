@@ -284,7 +284,7 @@ class Partition:
     def multiplier(
         self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
     ) -> jax.Array | Callable[[jax.Array, int], jax.Array]:
-        """Does so for one product; may return what makes it, of x and inputs."""
+        """Gathers a parameter for one product, or returns (x, inputs) -> product."""
         way = self._way(axis, size, dtype)
         if not (self.permutes and way.stages):
             return self.gather(shard, axis, size, dtype)
@@ -298,9 +298,9 @@ class Partition:
     def _stages(self, axes: tuple[str, ...]) -> Stages:
         """Returns the collectives in which these axes are scattered, one after another.
 
-        Of a collective over all devices of a torus XLA makes an all-reduce of the whole
-        array, of gathers too: twice the bytes. Over one axis after the other, or over
-        halves of the torus and then over pairs of neighbours, it does not.
+        XLA turns a collective over all devices of a torus, also a gather, into an
+        all-reduce of the whole array: twice the bytes. It does not over one axis after
+        the other, nor over halves of the torus and then over pairs of neighbours.
         """
         axes = tuple(name for name in axes if self.mesh.shape[name] > 1)
         if len(axes) == 1 and isinstance(self.mesh, Mesh):
@@ -338,7 +338,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class StationaryPartition(Partition):
-    """For programs of a few tokens: these travel, and parameters stay where they lie.
+    """For programs with few tokens: activations travel, and parameters do not.
 
     Each device multiplies with the shards that it has (weight-stationary, 2211.05102):
     functions see whole arrays, XLA cuts their products by the shardings of the

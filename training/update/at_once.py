@@ -103,10 +103,12 @@ def global_norm(tree: Any) -> jax.Array:
         return optax.tree.norm(float32(tree))
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
+        # A layer at a time: the device may have no room for all of them.
         own = [lax.dynamic_slice_in_dim(x, number, 1) for x in far]
         own = jax.device_put(own, jax.memory.Space.Device)
         return total + optax.tree.norm(float32(own), squared=True)
 
+    # Squares of all arrays together, before the one root: the norm of all numbers.
     start = optax.tree.norm(float32(near), squared=True)
     return jnp.sqrt(lax.fori_loop(0, len(far[0]), add, start))
 

@@ -1,8 +1,8 @@
 """Keeps bad steps out of a run: their updates are skipped, and may be replayed.
 
-A step whose loss or gradients are not finite makes no update, nor does one, if that is
-asked for, whose loss is far above those of the steps before it. The choice is made on
-the devices, element by element, so that no second copy of the parameters exists.
+A step whose loss or gradients are not finite makes no update. If a run asks for it,
+neither does one whose loss is far above those of the steps before. The choice is made
+on the devices, element by element, so that no second copy of the parameters exists.
 """
 
 import math

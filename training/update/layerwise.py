@@ -110,8 +110,9 @@ class Weight:
     def block_axis(self) -> int:
         """Axis of the matrix along which moments are in blocks.
 
-        One of which a device has many consecutive elements: not "embed", over which
-        parameters are sharded the finest; but for a vocabulary, whose rows differ.
+        A device has many consecutive elements along it: it is not "embed", over which
+        parameters are sharded the finest, unless the other is a vocabulary, whose rows
+        differ.
         """
         inputs, outputs = self.view_names
         if "vocab" in (inputs, outputs):
@@ -280,6 +281,8 @@ class Layerwise:
         wide = self._matrices(params)
         update = standard_promotion(transformation.update)
         updates, new = update(grads, decode(state), wide)
+        # In float32, and rounded at random: to the nearest, bfloat16 would lose each
+        # update below half of its unit, and the parameter would stand still.
         wide = jax.tree.map(jnp.add, wide, updates)
         new = _rounded(wide, params, keys[0]), self._stored(new, keys[1])
         return chosen(is_good, new, (params, state))
@@ -312,9 +315,8 @@ class Layerwise:
 
         def of(path: tuple[Any, ...], x: jax.Array) -> Any:
             weight = find(named, path)
-            word = next(
-                words
-            )  # of each leaf, so that none's depends on the others' types
+            # Of each leaf, so that none's depends on the others' types.
+            word = next(words)
             moment = next(iter(_field_names(path) & set(FLOAT8)), None)
             if moment is None or weight is None or not weight.is_matrix:
                 return x
@@ -343,6 +345,8 @@ def _put_layer(number: jax.Array, whole: jax.Array, layer: jax.Array) -> jax.Arr
 
 def _rounded(wide: Any, like: Any, key: jax.Array) -> Any:
     """Returns float32 parameters in the shapes and types of others."""
+    # A word for each leaf, rounded or not: the bits of one do not depend on the types
+    # of the others.
     words = iter(jax.random.bits(key, (len(jax.tree.leaves(like)),), jnp.uint32))
 
     def of(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ class Blocks(NamedTuple):
         """Returns the numbers, float32."""
         wide = self.values.astype(jnp.float32)
         for axis, size in enumerate(wide.shape):
+            # Blocks lie along the axis on which there are fewer scales than numbers.
             parts = self.scales.shape[axis]
             if size != parts:
                 blocks = _cut(wide, axis, size // parts)
@@ -50,8 +51,8 @@ class Blocks(NamedTuple):
 def encode(x: jax.Array, moment: str, axis: int, word: jax.Array) -> Blocks:
     """Encodes a moment, float32, in blocks along an axis.
 
-    moment: "mu", or "nu", which has no negative numbers, and of which none that is
-      above 0 becomes 0: it is divided by.
+    moment: "mu" or "nu". The latter has no negative numbers, and those above 0 do not
+      become 0, as updates are divided by their roots.
     word: of the random bits, uint32.
     """
     dtype = FLOAT8[moment]
@@ -59,11 +60,14 @@ def encode(x: jax.Array, moment: str, axis: int, word: jax.Array) -> Blocks:
     length = math.gcd(BLOCK, x.shape[axis])
     blocks = _cut(x, axis, length)
     largest = jnp.abs(blocks).max(axis + 1, keepdims=True)
+    # The largest number of a block becomes the largest of the type: e4m3fn has no inf,
+    # and whatever exceeds that would be nan.
     scales = largest / jnp.float32(info.max)
     bits = random_bits(word, x.shape).reshape(blocks.shape)
     # A block of zeros has scale 0, and 0 / 0 would be nan.
     values = blocks / jnp.where(scales > 0, scales, 1)
     if moment == "nu":
+        # Rounded to 0, an update would be divided by epsilon alone.
         least = jnp.float32(info.smallest_subnormal)
         values = jnp.where(values > 0, values.clip(least), 0)
     values = stochastic_round(values, bits, dtype).reshape(x.shape)

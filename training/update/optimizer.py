@@ -151,6 +151,7 @@ def make_optimizer(
         "adafactor": _adafactor(settings, schedule),
         "muon": _muon(settings, schedule),
     }[settings.name]
+    # Embeddings and the head take AdamW beside Muon, as in the paper.
     of_rest = adamw if settings.name == "muon" else of_layer
     weights = weights_of(shapes, axes, _is_decayed)
     clip_norm = settings.clip_norm

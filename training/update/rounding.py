@@ -42,6 +42,8 @@ def stochastic_round(x: jax.Array, bits: jax.Array, dtype: jnp.dtype) -> jax.Arr
     digits = 22 - info.nmant
     share = (bits >> jnp.uint32(32 - digits)).astype(jnp.float32)
     share = (share + jnp.float32(0.5)) * jnp.float32(2.0**-digits)  # between 0 and 1
+    # Down after a share between 0 and 1 of a unit is added, below 0 too: so the upper
+    # neighbour is taken as often as x is near to it.
     rounded = jnp.floor(x / unit + share) * unit
     most = jnp.float32(info.max)
     return rounded.clip(-most, most).astype(dtype)

@@ -76,6 +76,7 @@ def backward_call(
     batch, length, heads, _ = operands.k.shape
     programs = length // config.block_k
     has_dq = dq is not None
+    # No result, as dk and dv: each program adds to it, and none writes all of it.
     dq_ref = config.ops.new_sum(dq, programs) if has_dq else None
     gradient = jax.ShapeDtypeStruct(operands.k.shape, jnp.float32)
     dk, dv = run_kernel(
@@ -103,6 +104,7 @@ def _kernel(
     batch = lax.axis_index("batch")
     head = lax.axis_index("head")
     k_tile = lax.axis_index("tile")
+    # A batch that shares its bounds has one row of them.
     bound_row = batch if operands.live.shape[0] > 1 else 0
     group = operands.q.shape[2] // operands.k.shape[2]
     work_tiles = WorkTiles(
@@ -129,6 +131,7 @@ def _kernel(
             dk=dk_ref.at[batch, keys, head, part.columns],
             dv=dv_ref.at[batch, keys, head, part.columns],
         )
+        # Nothing else writes dk and dv: without zeros they would be what was in memory.
         pl.when(is_live)(consumer.accumulate)
         pl.when(~is_live)(consumer.write_zeros)
 
@@ -226,6 +229,7 @@ class BackwardConsumer(NamedTuple):
             return work_tiles.next(work)
 
         end = lax.fori_loop(0, work_tiles.total(), step, work_tiles.first())
+        # Each step releases the tile before its own; here, the last one is left.
         plgpu.wgmma_wait(0)  # drains dK of the last work tile
         self._release(work_tiles.total() - 1)
         if self.dq is not None:

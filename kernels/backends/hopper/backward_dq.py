@@ -84,6 +84,7 @@ def _kernel(
         delta = delta.at[batch, head, rows]  # [64]
         dq = dq_ref.at[batch, rows, head]  # [64, d]
         consumer = DqConsumer(config, smem, queries, lse, delta, dq)
+        # Of a tile without keys dq stays as it is, as it is added to in its place.
         pl.when(begin < end)(lambda: consumer.accumulate(begin, end))
 
     def produce() -> None:

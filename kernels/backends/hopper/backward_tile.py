@@ -123,6 +123,7 @@ class KeySmem(NamedTuple):
             do_full=plgpu.Barrier(num_barriers=STAGES),
             q_empty=by_consumers(num_barriers=STAGES),
             do_empty=by_consumers(num_barriers=STAGES),
+            # Both: for its part of dQ each reads the other's dS too.
             ds_exchange=by_consumers(),
         )
 

@@ -37,6 +37,7 @@ class EmulatedOps(NativeOps):
         return 1 / x
 
     def new_sum(self, initial: jax.Array, programs: int) -> jax.Ref:
+        # One for each program, as there is no atomic add here; the first has the sum.
         addends = jnp.zeros((programs, *initial.shape), initial.dtype)
         return jax.new_ref(addends.at[0].set(initial))
 

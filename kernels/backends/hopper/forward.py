@@ -109,6 +109,7 @@ def _kernel(
             lse=lse_ref.at[batch, head, rows],
             carry=carry,
         )
+        # As the producer does: one that waits for copies of no tile would hang.
         pl.when(begin < end)(lambda: consumer.attend(begin, end))
         pl.when(begin >= end)(consumer.copy_carry)
 
@@ -187,6 +188,7 @@ class ForwardConsumer(NamedTuple):
         m = constant((ROWS,), M_INIT, WGMMA_ROW)  # [64]
         l = constant((ROWS,), 0.0, WGMMA_ROW)  # [64]
 
+        # Tile 0 by itself: there is no P(-1) V(-1) to run beside its softmax.
         stage = self._stage(0)
         plgpu.barrier_wait(smem.k_full.at[stage])  # TMA: K(0)
 
@@ -228,6 +230,7 @@ class ForwardConsumer(NamedTuple):
             return m, l, p
 
         m, l, p = lax.fori_loop(1, end - begin, step, (m, l, p))
+        # Its V is in SMEM: the wait for it is in the step, or in tile 0's, above.
         last = self._stage(end - begin - 1)
         ops.wgmma(acc_ref, p, smem.v.at[last])  # group: acc += P V
         acc = acc_ref[...]  # [64, d]; drains P V
@@ -254,6 +257,7 @@ class ForwardConsumer(NamedTuple):
 
         is_full = (full[0] <= j) & (j < full[1])
         s = lax.cond(is_full, lambda s: s, lambda s: masked(s, j * block_k, bounds), s)
+        # scale is above 0 (`forward_factors`): the largest score is the largest scaled.
         new_m = jnp.maximum(m, s.max(axis=1) * scale)  # [64]
         alpha = jnp.exp2(m - new_m)  # [64]
         p = jnp.exp2(s * scale - broadcast_cols(new_m, block_k))  # [64, block_k]

@@ -103,6 +103,8 @@ class HopperForwardSteps:
         """Runs the kernel."""
         block_k = self.config.block_k
         d = self.q.shape[-1]
+        # No bound reaches the zeros after the last key: a tile with some is not full,
+        # and has a mask.
         k = _padded(k, block_k, d)  # (B, S, K, d)
         v = _padded(v, block_k, d)  # (B, S, K, d)
         operands = QueryOperands(*prepared, (), self.q, (), k, v, carry or ())
@@ -168,8 +170,8 @@ class HopperBackwardSteps:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Runs the kernels.
 
-        They add to dq in its place. XLA forgets that, and loses dq, where it fuses a
-        kernel with slices that it reads or updates; it fuses nothing across a barrier.
+        They add to dq in place. Where XLA fuses a kernel with slices that it reads or
+        updates, the alias is lost, and dq with it; it fuses nothing across a barrier.
         """
         keys = k.shape[1]
         depth = self.shape[-1]

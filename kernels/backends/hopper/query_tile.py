@@ -86,6 +86,7 @@ class QuerySmem(NamedTuple):
         queries = tiled_smem((CONSUMERS, ROWS, d), dtype)
         # Each consumer begins as soon as its own 64 rows are there.
         of_consumer = plgpu.Barrier(num_barriers=CONSUMERS)
+        # Both arrive before a stage is refilled: each reads all of K and V.
         by_consumers = functools.partial(plgpu.Barrier, num_arrivals=CONSUMERS)
         return cls(
             q=queries,
@@ -120,6 +121,7 @@ class Program(NamedTuple):
         head = lax.axis_index("head")
         # Under a causal mask the last tiles have most live keys: they come first.
         q_tile = live.shape[1] - 1 - lax.axis_index("tile")
+        # A batch that shares its bounds has one row of them.
         bound_row = batch if live.shape[0] > 1 else 0
         begin = live[bound_row, q_tile, 0]
         end = live[bound_row, q_tile, 1]

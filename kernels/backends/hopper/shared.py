@@ -237,7 +237,7 @@ def empty_stage(n: jax.Array, stages: int, empty: jax.Ref) -> jax.Array:
 def wait_for_last_arrivals(count: jax.Array, stages: int, *empty: jax.Ref) -> None:
     """Waits for the arrivals of the last `stages` of `count` tiles.
 
-    No copy needs them. But the interpreter wants every arrival waited for.
+    No copy needs them, but Pallas' interpreter requires a wait for every arrival.
     """
 
     @pl.loop(jnp.maximum(count - stages, 0), count)

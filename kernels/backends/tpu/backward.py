@@ -104,6 +104,7 @@ def held_bytes(
     k = pltpu.VMEM((blocks.block_k, depth), row.dtype)
     dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
     scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
+    # Pallas has two buffers for each block of K, V, dK and dV.
     held = 2 * buffer_bytes((k, k, dk, dk)) + scores
     held += buffer_bytes(scratch.queries[:2])
     streamed = buffer_bytes(scratch.dq)
@@ -150,6 +151,7 @@ def backward_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, key_tiles),
+            # Of all but k and v the kernel itself copies the tiles that are live.
             in_specs=[k_block, k_block, *[hbm] * 5],
             out_specs=(hbm, dk_block, dk_block),
             scratch_shapes=[scratch],
@@ -253,6 +255,7 @@ def _kernel(
         tile.add_gradients(is_full, numbers.first_end(query_tile) - first_key)
         dq.store(i, n)
 
+    # The head's next program goes on from here in the buffers' order.
     visits = visited + here.end - here.begin
     scratch.counts[VISITED] = visits
     dq.end(visits)

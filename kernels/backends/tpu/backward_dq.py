@@ -11,10 +11,11 @@ for the next one are started. Visit n of a chain has dQ
                 added to                 in visit n
                 buffer n % 3 -> HBM      during visit n + 1
 
-HBM holds the sum so far, in place: a tile that nobody visits stays there as it is.
+HBM holds the sum so far, in place: a tile without a visit stays there as it is.
 
-Both have the same methods. `chains` says where chains go on. The kernel calls for each
-visit `prefetch` (in the visit before), `wait` and `store`, and for each key tile `end`.
+Both have the same methods. `chains` decides where chains go on. For each visit the
+kernel calls `prefetch` (in the visit before), `wait` and `store`; for each key tile,
+`end`.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Resident(Accumulator):
 
     @staticmethod
     def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:
-        """Says whether the last visit of a key tile prefetches the next one's first."""
+        """Returns whether a key tile's last visit prefetches the next one's first."""
         return first.is_live & second.is_live
 
     def prefetch(self, i: jax.Array, n: jax.Array, is_first: jax.Array) -> None:
@@ -101,7 +102,7 @@ class Streamed(Accumulator):
 
     @staticmethod
     def chains(first: LiveTiles, second: LiveTiles) -> jax.Array:
-        """Says whether the last visit of a key tile prefetches the next one's first.
+        """Returns whether a key tile's last visit prefetches the next one's first.
 
         Not if that tile is one of the first's last two: it may not have been written.
         """

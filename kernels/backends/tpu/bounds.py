@@ -36,6 +36,8 @@ from ..tile_ranges import TileRanges
 from .block_sizes import TpuBlocks
 from .vector import Orientation, strips, whole
 
+# A tile's first key, below 2**29, is taken off: the result must be below all bases, and
+# not wrap around.
 NONE = -(2**30)
 """Number of a query tile without a diagonal: see `Diagonals.first_ends`."""
 
@@ -77,8 +79,12 @@ class Diagonals(NamedTuple):
         granule, block_k = blocks.live_columns, blocks.block_k
         steps = max(1, block_q // granule)  # granules of rows
         rest = block_q % granule
+        # A strip's rows are of one head, or of whole heads: where a head begins within
+        # a strip, its rows end in two granules of keys.
         if blocks.exact_rows != granule or (rest and granule % block_q):
             return cls(granule, block_q, block_k, ())
+        # Own keys: a query tile begins a whole number of query tiles into the key tile,
+        # and its last row must end within that.
         last = block_k // granule - steps
         bases = range(0, last + 1, steps)
         if with_staircases:
@@ -87,7 +93,7 @@ class Diagonals(NamedTuple):
         return cls(granule, block_q, block_k, tuple(bases))
 
     def hold(self, first_end: jax.Array) -> jax.Array:
-        """Says whether there is code for a tile, by its first row.
+        """Returns whether there is code for a tile, by its first row.
 
         first_end: of `first_ends`, less the tile's first key, as in `attend`.
         """
@@ -136,6 +142,8 @@ class Diagonals(NamedTuple):
         key = lax.broadcasted_iota(jnp.int32, x.shape, 1 - axis)  # as x
         if self.block_q < x.shape[axis]:
             row = row % self.block_q  # as x
+        # `end` is the only traced number: one scalar decides for all rows, where
+        # `RowBounds.mask` loads two bounds for each of them.
         return jnp.where(key - row < end + first % self.block_q, x, masked)
 
     def first_ends(self, ranges: TileRanges, k_start: Array, k_end: Array) -> Array:
@@ -163,7 +171,9 @@ class Diagonals(NamedTuple):
         first_end = jnp.where(is_staircase, end - 1, end)  # (M, tiles)
         is_known = (
             (is_diagonal | is_staircase)
+            # Of all rows, as the last one begins last: the mask knows only ends.
             & (k_start[..., -1] <= first_key)
+            # It must be the last live tile, which comes first: it reads the carry.
             & (ranges.full_end + 1 == ranges.live_end)
             & self.hold(first_end - first_key)
         )
@@ -202,7 +212,7 @@ class TileNumbers(NamedTuple):
     ) -> "TileNumbers":
         """Returns the slices. lines, tiles: of all M. sub_blocks: of a tile."""
         ranges = TileRanges(*(SmemSlice(ref, n * lines) for n in range(4)))
-        ranges_end = 4 * lines
+        ranges_end = 4 * lines  # as `Setup.prepare` concatenates them
         # From the end: only the array's size says whether there are `first_ends`.
         min_k_start = ref.shape[0] - 2 * tiles * sub_blocks
         has_first_ends = ranges_end < min_k_start

@@ -80,6 +80,41 @@ class ForwardScratch(NamedTuple):
         )
 
 
+class ForwardBlocks(NamedTuple):
+    """Blocks of program (batch, head, query tile) that Pallas copies."""
+
+    q: pl.BlockSpec  # [G, block_q, D]
+    out: pl.BlockSpec  # [G, block_q, D], or the last two swapped
+    lse: pl.BlockSpec  # packed
+    row_bounds: pl.BlockSpec  # [2, ...], packed
+
+    @classmethod
+    def of(cls, config: TileConfig, group: int, depth: int) -> "ForwardBlocks":
+        """Returns the blocks. group: G. depth: D."""
+        orientation = config.orientation
+        rows = config.blocks.stacked_rows
+        block_q = rows // group
+        accumulator = orientation.ordered(block_q, depth)
+        packed = orientation.packed(rows)
+        # Index maps of (batch, head, query tile) get the prefetched numbers too.
+        return cls(
+            q=pl.BlockSpec(
+                (None, None, group, block_q, depth),
+                lambda b, x, i, *_: (b, x, 0, i, 0),
+            ),
+            out=pl.BlockSpec(
+                (None, None, group, *accumulator),
+                lambda b, x, i, *_: (b, x, 0, *orientation.ordered(i, 0)),
+            ),
+            lse=pl.BlockSpec(
+                (None, None, None, *packed), lambda b, x, i, *_: (b, x, i, 0, 0)
+            ),
+            row_bounds=pl.BlockSpec(
+                (None, None, 2, *packed), lambda b, x, i, *_: (b, i, 0, 0, 0)
+            ),
+        )
+
+
 def held_bytes(row: jax.ShapeDtypeStruct, cut: Cut) -> int:
     """Returns the VMEM that a program takes, with a carry. row: of q, [D]."""
     blocks = cut.blocks
@@ -93,6 +128,7 @@ def held_bytes(row: jax.ShapeDtypeStruct, cut: Cut) -> int:
     )
     in_flight = blocks.ahead + blocks.behind + 2  # sub-tiles of S and P
     scores = in_flight * blocks.rows * blocks.columns * 4
+    # Pallas has two buffers for a block: one is copied while the other is used.
     return 2 * buffer_bytes(pipelined) + buffer_bytes(scratch) + scores
 
 
@@ -110,35 +146,18 @@ def forward_call(
     batch, heads, group, tokens, depth = operands.q.shape
     query_tiles = operands.row_bounds.shape[1]
     orientation = config.orientation
-    rows = config.blocks.stacked_rows
-    block_q = rows // group
-    accumulator = orientation.ordered(block_q, depth)
-    packed = orientation.packed(rows)
-
-    # Index maps of (batch, head, query tile) get the prefetched numbers too.
-    q_block = pl.BlockSpec(  # [G, block_q, D]
-        (None, None, group, block_q, depth), lambda b, x, i, *_: (b, x, 0, i, 0)
-    )
-    out_block = pl.BlockSpec(  # [G, block_q, D], or the last two swapped
-        (None, None, group, *accumulator),
-        lambda b, x, i, *_: (b, x, 0, *orientation.ordered(i, 0)),
-    )
-    lse_block = pl.BlockSpec(
-        (None, None, None, *packed), lambda b, x, i, *_: (b, x, i, 0, 0)
-    )
-    bounds_block = pl.BlockSpec(
-        (None, None, 2, *packed), lambda b, x, i, *_: (b, i, 0, 0, 0)
-    )
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    packed = orientation.packed(config.blocks.stacked_rows)
     out = batch, heads, group, *orientation.ordered(tokens, depth)
     lse = batch, heads, query_tiles, *packed
+    blocks = ForwardBlocks.of(config, group, depth)
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
     scratch = ForwardScratch.shapes(
         group, config.blocks, depth, operands.q.dtype, orientation
     )
     carry_blocks = ()
     aliases = {}
     if operands.carry:
-        carry_blocks = Carry(out_block, lse_block)
+        carry_blocks = Carry(blocks.out, blocks.lse)
         # A block of the carry is read before its result is written in its place.
         first = flat_index(operands, "carry")
         aliases = {first: 0, first + 1: 1}
@@ -148,8 +167,9 @@ def forward_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, query_tiles),
-            in_specs=[bounds_block, q_block, hbm, hbm, carry_blocks],
-            out_specs=(out_block, lse_block),
+            # Of k and v the kernel itself copies the tiles that are live.
+            in_specs=[blocks.row_bounds, blocks.q, hbm, hbm, carry_blocks],
+            out_specs=(blocks.out, blocks.lse),
             scratch_shapes=[scratch],
         ),
         out_shape=(
@@ -199,6 +219,8 @@ def _kernel(
         semaphores=scratch.semaphores,
     )
 
+    # Nobody has: this is the head's first live tile, or one behind an empty one, or the
+    # one before is another core's.
     @pl.when(here.is_live & ~is_prefetched)
     def _():
         kv.start(here.end - 1, jnp.int32(0))

@@ -55,6 +55,7 @@ class ForwardQueryTile(NamedTuple):
 
     def begin(self) -> None:
         """Sets what the first tile reads; a diagonal one reads the carry itself."""
+        # Scratch is not cleared: nobody else sets it before the first tile reads it.
         self.counts[IS_EXACT] = 0
         pl.when(~self._has_diagonal)(lambda: self._set_initial(0))
         full_begin = self.ranges.full_begin
@@ -76,6 +77,7 @@ class ForwardQueryTile(NamedTuple):
         attend = functools.partial(self._attend_diagonal, src, kv_refs)
         pl.when(is_diagonal)(lambda: self.diagonals.attend(self.first_end, attend))
 
+        # Behind the lazy tile's code, which sets IS_EXACT if its sums grew too large.
         @pl.when(~is_lazy | (self.counts[IS_EXACT] != 0))
         def _():
             # Here, as a copy of this code for each kind of lazy tile is long. Bounds
@@ -135,6 +137,7 @@ class ForwardQueryTile(NamedTuple):
         """Sets m, and l and acc of a version, to those of the carry, or of no keys."""
         state = self.state
         if not self.carry:
+            # l of 0 marks rows without a key, for `finish`; scratch is not cleared.
             state.m[...] = jnp.full_like(state.m, NOTHING)
             state.l[version] = jnp.zeros(state.l.shape[1:], jnp.float32)
             state.acc[version] = jnp.zeros(state.acc.shape[1:], jnp.float32)

@@ -60,6 +60,7 @@ class Setup(NamedTuple):
         wide = q.dtype == jnp.float32  # matmuls of bfloat16 are exact in any case
         precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
         config = TileConfig(cut.blocks, scale * LOG2_E, precision, cap, cut.orientation)
+        # Of k the shape counts: it is that of the keys of any ring step.
         tiling = cut.tiling(q, jax.eval_shape(cut.repeat_heads, k), k_start)
         row = row_of(q, chip)
         return cls(chip, cut, tiling, config, row, q.shape[-1], interpret)
@@ -108,6 +109,8 @@ class Setup(NamedTuple):
             min_k_start=tiling.split_bounds(k_start).reshape(rows).min(axis=-1),
             max_k_end=tiling.split_bounds(k_end).reshape(rows).max(axis=-1),
         )
+        # Without a gap for first_ends that are None: `TileNumbers.read` must cut it as
+        # it is joined here.
         packed = jnp.concatenate([x.ravel() for x in jax.tree.leaves(numbers)])
         needed = buffer_bytes(packed)
         limit = self._smem_bytes

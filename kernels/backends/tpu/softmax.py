@@ -252,6 +252,7 @@ class LazyTile(NamedTuple):
                 l = initial.l(strip.rows)  # [rows, 128], or [8, rows]
             # Lane by lane: a sum over lanes would hold up the next matmul.
             l = l + fold(jnp.add, p, orientation.keys_axis)
+            # Rounded for the MXU alone: l has summed P in float32.
             p_queue.append((strip, c, p.astype(self.v.dtype)))
             if len(p_queue) > plan.behind:
                 acc = self._add_values(*p_queue.popleft(), acc)
@@ -294,6 +295,7 @@ def row_maxima(s: list[jax.Array], orientation: Orientation) -> jax.Array:
     axis = orientation.keys_axis
     folded = [fold(jnp.maximum, part, axis) for part in s]  # as l
     maxima = functools.reduce(jnp.maximum, folded)  # as l
+    # Where all are masked, m of -inf would make exp2(-inf - -inf): nan.
     return jnp.maximum(maxima.max(axis=axis, keepdims=True), NOTHING)
 
 
@@ -320,6 +322,7 @@ def exact_tile(
     for c in columns:
         k = k_ref[pl.ds(c, width), :]  # [cols, D]
         scores.append(mask(config.scores(q, k), c))  # [rows, cols], or swapped
+    # Rescales l and acc too, before anything is added that is relative to the new m.
     state.update_max(scores, orientation)
     l = state.l[...]  # [rows, 128], or [8, rows]
     acc = state.acc[...]  # [rows, D], or swapped

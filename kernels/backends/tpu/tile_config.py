@@ -57,10 +57,12 @@ class SoftCap(NamedTuple):
 
     def scores(self, bent: jax.Array) -> jax.Array:
         """Returns capped scores, less `offset`."""
+        # From r: limit · (1 - 2 r), less limit.
         return (self.limit if self.has_tanh else -2 * self.limit) * bent
 
     def slope(self, bent: jax.Array) -> jax.Array:
         """Returns 1 - tanh^2."""
+        # From r: 1 - (1 - 2 r)².
         return 1.0 - bent * bent if self.has_tanh else 4.0 * bent * (1.0 - bent)
 
 

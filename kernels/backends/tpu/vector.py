@@ -58,6 +58,7 @@ def reciprocal(x: jax.Array, newton_steps: int = 2) -> jax.Array:
 
 def whole(x: jax.Array, size: int) -> jax.Array:
     """Returns x // size, for a power of 2, as one instruction and not a dozen."""
+    # Rounds down below 0 too, as // does: a staircase's base of -1 comes of that.
     return lax.shift_right_arithmetic(x, jnp.int32(size.bit_length() - 1))
 
 

@@ -202,6 +202,7 @@ class TritonForwardSteps(steps.PlainForm):
         carry_out, carry_lse = carry or (nothing, nothing)
         k = _widened(k)  # [B, S, K, block_d]
         v = _widened(v)  # [B, S, K, block_d]
+        # In the order of the kernel's parameters, which are passed by their places.
         operands = self.q, k, v, *prepared, carry_out, carry_lse
         # Known while compiling: without a carry the kernel holds no code for one.
         kernel = replace(self.kernel, sizes=replace(sizes, has_carry=bool(carry)))
@@ -245,7 +246,8 @@ class TritonBackwardSteps(steps.PlainForm):
         k = _widened(k)  # [B, S, K, block_d]
         v = _widened(v)  # [B, S, K, block_d]
         bounds, of_keys, of_queries = prepared
-        # Both kernels compute P and dP from these, each for itself.
+        # Both kernels compute P and dP from these, each for itself; in the order of
+        # their parameters.
         shared = self.q, k, v, self.do, self.lse, self.delta, bounds
         operands = *shared, of_keys
         tiles = self.dkv.sizes.key_tiles
