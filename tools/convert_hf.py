@@ -234,7 +234,10 @@ def _exported_sizes(saved: SavedParameters, workdir: str) -> LanguageModelConfig
     """
     try:
         fields = dict(saved.fingerprint["model"])
-        scaling = RopeScaling(**fields.pop("rope_scaling", {}))
+        scaling = fields.pop("rope_scaling", {})
+        for part in scaling.keys() & {"short_factor", "long_factor"}:
+            scaling[part] = tuple(scaling[part])  # JSON has lists
+        scaling = RopeScaling(**scaling)
         lora = Lora(**fields.pop("lora", {}))
         config = LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)
     except (KeyError, TypeError) as error:
