@@ -24,8 +24,8 @@ from tests.data.test_tokenizer import make_hugging_face
 from tests.small.models import partition_of
 from tests.tools import hf_models
 from tools.convert_hf import export_model, import_model, main
-from tools.lib.hf.config import model_config
-from tools.lib.hf.names import stored_shapes, weights_of
+from tools.lib.hf.config import WITH_IMAGES, model_config, text_fields
+from tools.lib.hf.names import stored_shapes, text_name, weights_of
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import WHOLE, TensorFiles
 from training.saved.checkpoint import Checkpoints
@@ -80,6 +80,12 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
     assert bits(found) == bits(expected)
 
 
+def of_text(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a text model, under the names that it has by itself."""
+    named = {text_name(name): tensor for name, tensor in held.items()}
+    return {name: tensor for name, tensor in named.items() if name}
+
+
 def changed_copy(tmp_path: Path, name: str, changes: Mapping[str, Any]) -> Path:
     """Copies a model to one file, with other tensors, or none, and fields of config."""
     config, held = hf_models.fields(name), tensors(hf_models.DIRECTORY / name)
@@ -103,13 +109,19 @@ def test_export_gives_back_what_was_imported_bit_for_bit(imported, tmp_path, nam
     assert text.sizes(run_config.read(str(imported(name)))) == model_config(fields)
     options = {"dtype": fields["dtype"], "file_bytes": 20_000, "original": source}
     export_model(str(imported(name)), out, partition, **options)
-    assert_same(tensors(out), tensors(source))
+    held = tensors(source)
+    if fields["model_type"] in WITH_IMAGES:  # of which the text model is written
+        held = of_text(held)
+        fields = text_fields(fields)
+        own = ("model_type", "layer_types", "tie_word_embeddings")
+        fields = {name: fields[name] for name in fields if name not in own}
+    assert_same(tensors(out), held)
     assert len(list(out.glob("*.safetensors"))) >= 2
     # In again it is the same model; but where RoPE stands, transformers reads the same.
     said, config = written(out)
-    assert config == model_config(fields)
+    assert config == model_config(hf_models.fields(name))
     kept = {n: v for n, v in fields.items() if n not in ("dtype", "rope_parameters")}
-    assert said | kept == said and said["torch_dtype"] == fields["dtype"]
+    assert said | kept == said and said["torch_dtype"] == options["dtype"]
 
 
 def test_every_device_reads_its_own_part_once_and_the_host_no_more(

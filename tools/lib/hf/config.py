@@ -228,10 +228,8 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     own = (_TEXT, "model_type", "architectures", *_OF_IMAGES)
     outer = {name: value for name, value in fields.items() if name not in own}
-    # The head is tied where either says so: text models are written with their default.
-    tied = any(part.get(_TIED) is True for part in (outer, text))
-    if tied:
-        outer[_TIED] = tied
+    # Whether the head is tied is the whole model's: transformers reads it outside, and
+    # writes the text model's default beside it.
     for name in outer.keys() & text.keys() & table.MADE_FROM.keys() - {_TIED}:
         if outer[name] != text[name]:
             raise ValueError(
