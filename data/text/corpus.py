@@ -94,7 +94,7 @@ class Summary(Counts):
         lines += self.markup.lines("markup, learned as text")
         lines += self.unwritten.lines("WARNING: not in the chat template")
         lines += self.remade.lines("made again")
-        lines += self.unread.lines("turns with a field that is not read")
+        lines += self.unread.lines("not read")
         lines.append(f"written to {writer.directory}")
         return "\n".join(map(printable, lines))
 

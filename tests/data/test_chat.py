@@ -15,6 +15,7 @@ from data.text.reading.skipped import BadRow
 from data.text.tokens.token_file import TokenFile
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import pairs
+from tests.small import chats
 
 BYTES = ByteTokenizer()
 END = "\0"
@@ -22,7 +23,7 @@ END = "\0"
 
 
 def talk(*exchanges, system="S"):
-    return Row("here", (Conversation(system, exchanges),))
+    return Row("here", (Conversation((*chats.talk(system, *exchanges),)),))
 
 
 def encoder(context_tokens=1000, too_long="truncate"):
@@ -197,11 +198,10 @@ def test_fields_of_turns_that_are_not_read_are_counted(tmp_path):
     rows = [{"messages": turns}, {"prompt": node | {"replies": ends}}]
     source = write(tmp_path / "in.json", rows)
     said = str(prepare_chats([source], tmp_path / "out", encoder()))
-    first = "turns with a field that is not read: "
-    assert [line for line in said.splitlines() if line.startswith(first)] == [
-        f"{first}3, rank; first {source}[1]",
-        f"{first}2, mask; first {source}[0]",
-        f"{first}1, x; first {source}[0]",
+    assert [line for line in said.splitlines() if line.startswith("not read: ")] == [
+        f"not read: 3, rank of turns; first {source}[1]",
+        f"not read: 2, mask of turns; first {source}[0]",
+        f"not read: 1, x of turns; first {source}[0]",
     ]
 
 
@@ -239,8 +239,9 @@ HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]
 def test_turns_become_exchanges(text, wanted):
     found = parse(json.loads(text), "f")
     (talk,) = found.paths
-    said = "".join(f" | {user} > {reply}" for user, reply in talk.exchanges)
-    assert f"{found.where} | {talk.system}{said}" == wanted
+    said = [" > ".join(turn["content"] for turn in e) for e in talk.exchanges]
+    system, *_ = [t["content"] for t in talk.messages if t["role"] == "system"] + [None]
+    assert " | ".join([found.where, f"{system}", *said]) == wanted
     assert talk.weights == ()
 
 
@@ -250,10 +251,8 @@ def test_groups_are_conversations_in_which_each_reply_counts_once():
         {"prompt": said, "completions": [{"text": " a\n", "weight": 3}, "b"]}, "f"
     )
     asked = ("user", "assistant"), ("user", " a\n")
-    assert [path.exchanges for path in found.paths] == [
-        asked,
-        (asked[0], ("user", "b")),
-    ]
+    for path, answer in zip(found.paths, (" a\n", "b"), strict=True):
+        assert [*path.messages] == chats.talk(None, asked[0], ("user", answer))
     assert [path.weights for path in found.paths] == [(0, 3), (0, 1)]
     ends = [{"role": "assistant", "text": text, "train": text != "z"} for text in "xyz"]
     again = {"role": "prompter", "text": "?", "replies": ends}
@@ -261,7 +260,7 @@ def test_groups_are_conversations_in_which_each_reply_counts_once():
     tree = {"role": "prompter", "text": "Q", "replies": [ends[0], reply]}
     found = parse(json.loads(json.dumps({"prompt": tree})), "f")
     assert [path.weights for path in found.paths] == [(), (0.5, 1), (0, 1)]
-    assert found.paths[2].exchanges == (("Q", "!"), ("?", "y"))
+    assert [*found.paths[2].messages] == chats.talk(None, ("Q", "!"), ("?", "y"))
 
 
 @pytest.mark.parametrize("text, said", pairs("bad_conversations.txt"))

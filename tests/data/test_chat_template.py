@@ -14,21 +14,20 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data.chat import chat_template, renderer
+from data.chat import renderer
 from data.chat.chat_template import (
     FORMATS,
-    MARKS,
     OWN,
     ChatTemplate,
     format_source,
     open_template,
 )
-from data.chat.conversation import Conversation
+from data.chat.token_names import MARKS, patterns
 from data.text.tokens.published import open_tokenizer
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
-from tests.small.chats import FAMILIES, INST, PHI, QWEN, Family
+from tests.small.chats import FAMILIES, INST, PHI, QWEN, Family, talk
 
 BYTES = ByteTokenizer()
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "chat_templates.json"
@@ -37,10 +36,6 @@ CONVERSATIONS = PUBLISHED["conversations"]
 # Published ones refuse the words of a system, or put them before the last question.
 SYSTEM_ELSEWHERE = "gemma", "mistral"
 EXCHANGES = (("Hi?", "Hello."), ("Wie heißt 猫?", "Katze 🙂"))
-
-
-def talk(system, *exchanges):
-    return Conversation(system, exchanges).messages
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +267,7 @@ def test_blanks_before_a_token_that_takes_them_are_looked_at_once(monkeypatch):
     strips = {"<end>": (True, True), "<cut>": (True, False)}
     monkeypatch.setattr(BYTES, "strips", strips, raising=False)
     monkeypatch.setattr(BYTES, "special", {"<end>": 256, "<cut>": 255}, raising=False)
-    _, special = chat_template._patterns(BYTES, BYTES.special)
+    _, special = patterns(BYTES, BYTES.special)
     expected = ["", "\n <end>  ", "", "<cut>", " a", "  <cut>", " b"]
     assert special.split("\n <end>  <cut> a  <cut> b") == expected
 

@@ -12,6 +12,18 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from data.chat.turns import Message
+
+
+def talk(system: str | None, *exchanges: tuple[str, str]) -> list[Message]:
+    """Returns the turns of a conversation, of questions and replies."""
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    for user, reply in exchanges:
+        turns.append({"role": "user", "content": user})
+        turns.append({"role": "assistant", "content": reply})
+    return turns
+
+
 QWEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 LLAMA3 = (
     "<|begin_of_text|>",
