@@ -4,15 +4,17 @@ Every conversation is a document, or several where it is longer than the context
 split. Rows of whole documents (`WholeRows`) then hold several, masked from each other.
 """
 
+import copy
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from data.chat.chat_template import ChatTemplate
 from data.chat.conversation import Conversation, Row, read_conversations
+from data.chat.shown import show
 from data.text.corpus import Summary, write_corpus
 from data.text.reading.parts import Counts
 from data.text.reading.row_files import InputFile
@@ -68,6 +70,19 @@ class ChatEncoder:
         self._why_cut = (
             f"longer than {context_tokens} tokens ({TOO_LONG[too_long]} keeps more)"
         )
+
+    def show(self, files: Sequence[InputFile], count: int) -> Iterator[str]:
+        """Yields the first conversations of the files as the model will see them."""
+        alone = copy.copy(self)
+        alone._apart = True
+        rows = (row for row in self.read(files) if isinstance(row, Row))
+        encoded = (alone._encode(row, Counts()) for row in rows)
+        good = (documents for documents in encoded if isinstance(documents, list))
+        for number, documents in enumerate(islice(good, count), 1):
+            for part, document in enumerate(documents, 1):
+                of = f", document {part} of {len(documents)}" * (len(documents) > 1)
+                shown = show(document, self.template.tokenizer)
+                yield f"conversation {number}{of}:\n{shown}"
 
     def read(self, files: Sequence[InputFile]) -> Iterator[Row | BadRow]:
         return read_conversations(files, self._fields)

@@ -62,10 +62,12 @@ TurnPath = list[tuple[str, Any]]
 
 def renamed(row: Any, names: Mapping[str, str]) -> Any:
     """Returns a row whose fields have our names. names: theirs by ours; "": none."""
-    if not isinstance(row, dict) or not names:
+    if not isinstance(row, dict):
         return row
-    kept = {n: v for n, v in row.items() if n not in names and n not in names.values()}
-    return kept | {our: row[name] for our, name in names.items() if name in row}
+    given = {our: row[name] for our, name in names.items() if name in row}
+    left_out = {our for our, name in names.items() if not name}
+    left_out.update(names[our] for our in given)
+    return {n: value for n, value in row.items() if n not in left_out} | given
 
 
 def find_form(row: Mapping[str, Any]) -> RowForm:

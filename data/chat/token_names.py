@@ -1,4 +1,4 @@
-"""Names of special tokens in texts: found, and broken up where they are people's words."""
+"""Names of special tokens in texts: found, and broken up in the words of people."""
 
 import re
 from collections.abc import Iterable

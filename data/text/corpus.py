@@ -70,8 +70,10 @@ class Summary(Counts):
                 f"{split:<10} {counts.documents:>11,} documents "
                 f"{counts.tokens:>15,} tokens {size:>10,.1f} MB"
             )
-            supervised = f" {writer.supervised[split]:>15,} supervised"
-            lines.append(line + supervised * bool(writer.supervised))
+            if writer.supervised:
+                line += f" {writer.supervised[split]:>15,} supervised"
+                line += f" in {writer.spans[split]:,} spans"
+            lines.append(line)
         rows = self.rows + self.skipped.total()
         counted = f"{self.rows:,} {self.counted} of {rows:,} rows"
         lines += [counted] * bool(self.counted)
