@@ -22,12 +22,22 @@ from data.chat.chat_template import (
     format_source,
     open_template,
 )
+from data.chat.conversation import count_replies, parse_conversation
 from data.chat.token_names import MARKS, patterns
 from data.text.tokens.published import open_tokenizer
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
-from tests.small.chats import FAMILIES, INST, PHI, QWEN, Family, talk
+from tests.small.chats import (
+    FAMILIES,
+    INST,
+    PHI,
+    QWEN,
+    TOOL_CHATS,
+    TOOL_FAMILIES,
+    Family,
+    talk,
+)
 
 BYTES = ByteTokenizer()
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "chat_templates.json"
@@ -98,6 +108,50 @@ def test_tokens_are_those_of_transformers(paths, name):
             assert [*map(digest, found[2:])] == digests[2:]
             differ.add(turns[0]["role"])
     assert differ == ({"system"} if name in SYSTEM_ELSEWHERE else set())
+
+
+CHATS_WITH_TOOLS = [json.loads(line) for line in TOOL_CHATS.read_text().splitlines()]
+ALWAYS = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+OF_TOOLS = {
+    "llama3.1": ("llama", ""),
+    "qwen2.5-tools": ("qwen", f"{{% set always = '{ALWAYS}' %}}"),
+    "qwen3": ("qwen", "{% set thinks = true %}{% set takes_text = true %}"),
+    "qwen3-2507": ("qwen", "{% set takes_text = true %}"),
+    "mistral-nemo": ("mistral", ""),
+    "mistral-7b-v0.3": ("mistral", "{% set blank = ' ' %}"),
+    "phi4-mini": ("phi", ""),
+    "deepseek": ("deepseek", ""),
+}
+"""Published templates that write calls, in our own words: files, and what they set."""
+
+
+@pytest.mark.parametrize("name", OF_TOOLS)
+def test_calls_and_thoughts_are_learned_as_transformers_writes_them(tmp_path, name):
+    """Ids and learned ids of each reply, of ten conversations as people have them."""
+    path = TOOL_FAMILIES[name].save(tmp_path, [TOOL_CHATS.read_text()])
+    names = {"bos_token": TOOL_FAMILIES[name].bos, "eos_token": TOOL_FAMILIES[name].eos}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(names))
+    file, settings = OF_TOOLS[name]
+    source = (TOOL_CHATS.parent / "tool_templates" / f"{file}.jinja").read_text()
+    one = ChatTemplate(name, settings + source, open_tokenizer(str(path)))
+    refused = 0
+    for row, wanted in zip(CHATS_WITH_TOOLS, PUBLISHED["tools"][name], strict=True):
+        (chat,) = parse_conversation(row, "f").paths
+        weights = range(1, count_replies(chat.messages) + 1)
+        try:
+            documents = one.documents(chat.messages, weights, chat.tools)
+        except ValueError:
+            refused += 1
+            # Mistral's own would ask with the system's words, and answer without them.
+            assert not wanted or (name, row["id"]) == ("mistral-nemo", 1)
+            continue
+        found = []
+        for weight in weights:
+            (text,) = [d for d in documents if weight in d.loss_weights]
+            (learned,) = np.nonzero(text.loss_weights == weight)
+            found.append([text.tokens[: learned[-1] + 1], text.tokens[learned]])
+        assert [[*map(digest, reply)] for reply in found] == wanted
+    assert refused == {"mistral-nemo": 2, "llama3.1": 1, "phi4-mini": 1}.get(name, 0)
 
 
 def test_mistral_has_the_space_that_its_tokenizer_adds(mistral_model):
