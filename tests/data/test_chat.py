@@ -10,12 +10,14 @@ from data.chat.chat_template import ChatTemplate, open_template
 from data.chat.conversation import Conversation, Row, read_conversations
 from data.chat.conversation import parse_conversation as parse
 from data.chat.corpus import ChatEncoder, prepare_chats
+from data.text.reading.parts import Counts
 from data.text.reading.row_files import InputFile
 from data.text.reading.skipped import BadRow
 from data.text.tokens.token_file import TokenFile
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import pairs
 from tests.small import chats
+from tests.support import tables
 
 BYTES = ByteTokenizer()
 END = "\0"
@@ -239,10 +241,62 @@ HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]
 def test_turns_become_exchanges(text, wanted):
     found = parse(json.loads(text), "f")
     (talk,) = found.paths
-    said = [" > ".join(turn["content"] for turn in e) for e in talk.exchanges]
     system, *_ = [t["content"] for t in talk.messages if t["role"] == "system"] + [None]
-    assert " | ".join([found.where, f"{system}", *said]) == wanted
-    assert talk.weights == ()
+    parts = [found.where, str(system)]
+    for exchange in talk.exchanges:
+        turns = []
+        for turn in exchange:
+            calls = [
+                call["function"]["name"] + "()" for call in turn.get("tool_calls", ())
+            ]
+            turns.append(turn["content"] or turn.get("thinking") or " ".join(calls))
+        parts.append(" > ".join(map(str, turns)))
+    parts += [str(talk.weights)] * bool(talk.weights)
+    assert " | ".join(parts) == wanted.replace("\\n", "\n")
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+QUESTION, RESULT = {"role": "user", "content": "Q"}, {"role": "tool", "content": "T"}
+CALLS = {"role": "assistant", "content": "A", "tool_calls": [CALL]}
+THINKS = {"role": "assistant", "content": "B", "reasoning": "R"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        (
+            [QUESTION, CALLS, THINKS],
+            "does not write tool_calls: choose another, as the",
+        ),
+        (
+            [QUESTION, THINKS, RESULT, THINKS],
+            "does not write turns of tools: choose ano",
+        ),
+        ([QUESTION, THINKS, THINKS], ""),
+    ],
+)
+def test_what_a_template_does_not_write_is_said_or_refuses_the_row(turns, said):
+    """Vicuna's would write what a tool says as a reply, and leave out calls."""
+    row = parse({"messages": turns, "tools": [CALL], "source": "x"}, "f")
+    counts = Counts()
+    (found,) = encoder().encode([row], counts)
+    assert said in str(found) and isinstance(found, BadRow) == bool(said)
+    assert counts.unwritten.counts == {"the tools": 1, "thoughts of replies": 1}
+    assert counts.unread.counts == {"source of rows": 1}
+
+
+def test_fields_have_other_names_and_columns_nulls_for_other_rows(tmp_path):
+    path = tmp_path / "in.parquet"
+    turns = [CALLS, RESULT, THINKS]
+    path.write_bytes(
+        tables.as_parquet([{"q": [QUESTION], "a": turns, "completion": "x"}])
+    )
+    files = [InputFile(path, None, True)]
+    names = {"prompt": "q", "completion": "a"}
+    (row,) = read_conversations(files, names)
+    assert [*row.paths[0].messages] == [QUESTION, *turns]
+    (row,) = read_conversations(files, {"prompt": "q", "completion": ""})
+    assert "['q'], not of messages" in row.reason.replace("prompt", "q")
 
 
 def test_groups_are_conversations_in_which_each_reply_counts_once():
