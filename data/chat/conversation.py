@@ -172,9 +172,10 @@ def _parse(row: Mapping[str, Any], where: str, split: str | None) -> Row | BadRo
     for path in paths:
         turns = []
         for name, turn in path:
-            checked = read_turn(turn, strips=not form.is_group)
-            if isinstance(checked, str):
-                return BadRow(f"{where}, {name}", checked)
+            try:
+                checked = read_turn(turn, strips=not form.is_group)
+            except ValueError as error:
+                return BadRow(f"{where}, {name}", str(error))
             is_seen = id(turn) in seen
             turns.append(checked._replace(weight=0.0) if is_seen else checked)
             seen.add(id(turn))
@@ -231,9 +232,7 @@ def _conversation(
     weights = [turn.weight for turn in kept if turn.role == "assistant"]
     if not any(weights):
         return None
-    if len(turns) > len(kept):
-        unread["turns before a question or behind the last reply"] += len(turns) - len(
-            kept
-        )
+    if left_out := len(turns) - len(kept):
+        unread["turns before a question or behind the last reply"] += left_out
     given = () if {*weights} == {1.0} else tuple(weights)
     return Conversation(tuple(turn.message for turn in kept), given, tools)

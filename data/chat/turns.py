@@ -13,19 +13,13 @@ from data.json_text import is_unicode, parse_json, short
 Message = Mapping[str, Any]
 """A turn as templates take it: its "role" and "content", and what is in `HANDED_ON`."""
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+SPEAKERS = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "function_call"),
+    "tool": ("tool", "function", "observation"),
 }
+ROLES = {theirs: ours for ours, names in SPEAKERS.items() for theirs in names}
 """Our names of the speakers, by theirs."""
 ROLE_FIELDS = ("role", "from")
 WORDS = ("content", "value", "text")
@@ -60,41 +54,37 @@ class Turn(NamedTuple):
         return self.message["role"]
 
 
-def read_turn(turn: Any, *, strips: bool) -> Turn | str:
-    """Reads a turn; returns the reason to refuse it otherwise.
+def read_turn(turn: Any, *, strips: bool) -> Turn:
+    """Reads a turn.
 
     strips: whether blanks at both ends of words are taken off; of tools' never.
+
+    Raises:
+      ValueError: it is no turn, or has what is not learned.
     """
     if not isinstance(turn, dict):
-        return "a turn that is not an object"
+        raise ValueError("a turn that is not an object")
     speaker = _first(turn, ROLE_FIELDS)
     if not isinstance(speaker, str) or speaker not in ROLES:
-        return f"a turn from {short(speaker)}, not one of {', '.join(ROLES)}"
+        raise ValueError(f"a turn from {short(speaker)}, not one of {', '.join(ROLES)}")
     if not isinstance(turn.get(REPLIES, []), list | None):
-        return "a turn whose replies are no list"
+        raise ValueError("a turn whose replies are no list")
     role = ROLES[speaker]
     others = () if role == "assistant" else (*CALLS, *THOUGHTS)
-    unlearned = [name for name in (*UNLEARNED, *others) if turn.get(name)]
-    if unlearned:
-        return f"a turn with {unlearned[0]}, which is not learned"
+    for name in (*UNLEARNED, *others):
+        if turn.get(name):
+            raise ValueError(f"a turn with {name}, which is not learned")
     message = {name: turn[name] for name in HANDED_ON if turn.get(name)}
-    try:
-        if calls := _calls(turn, speaker):
-            message["tool_calls"] = calls
-        message["content"] = _content(turn, speaker, is_alone=not {*SAID} & {*message})
-    except ValueError as error:
-        return str(error)
-    for name in message.keys() - {"tool_calls", "content"}:
-        if not isinstance(message[name], str):
-            return f"a turn whose {name} is {_kind(message[name])}, not text"
-    if strips and role != "tool":
-        message["content"] = message["content"].strip()
+    for name, value in message.items():
+        if name != "tool_calls" and not isinstance(value, str):
+            raise ValueError(f"a turn whose {name} is {_kind(value)}, not text")
+    if calls := _calls(turn, speaker):
+        message["tool_calls"] = calls
+    content = _content(turn, speaker, is_alone=not {*SAID} & {*message})
+    message["content"] = content.strip() if strips and role != "tool" else content
     if not is_unicode(json.dumps(message, ensure_ascii=False)):
-        return "a turn with half a surrogate pair"
-    weight = _weight(turn)
-    if isinstance(weight, str):
-        return weight
-    return Turn(speaker, {"role": role, **message}, weight)
+        raise ValueError("a turn with half a surrogate pair")
+    return Turn(speaker, {"role": role, **message}, _weight(turn))
 
 
 def parsed(value: Any, what: str) -> Any:
@@ -154,8 +144,12 @@ def _first(turn: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return given[0] if given else None
 
 
-def _weight(turn: Mapping[str, Any]) -> float | str:
-    """Returns the weight of a turn's loss, 1 without any; or why it has none."""
+def _weight(turn: Mapping[str, Any]) -> float:
+    """Returns the weight of a turn's loss, 1 without any.
+
+    Raises:
+      ValueError: it has none.
+    """
     weight = 1.0
     for name in LEARNED:
         value = 1 if turn.get(name) is None else turn[name]
@@ -164,7 +158,8 @@ def _weight(turn: Mapping[str, Any]) -> float | str:
         except (TypeError, ValueError, OverflowError):
             weight = -1.0
         if not 0 <= weight <= MOST_WEIGHT:
-            return f"a turn whose {name} is {short(value)}, not from 0 to {MOST_WEIGHT}"
+            allowed = f"not from 0 to {MOST_WEIGHT}"
+            raise ValueError(f"a turn whose {name} is {short(value)}, {allowed}")
     return weight
 
 

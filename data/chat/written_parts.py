@@ -50,28 +50,27 @@ class WrittenParts:
         return [self._fit(message) for message in messages]
 
     def _fit(self, message: Message) -> Message:
-        thoughts = {THOUGHTS.index(name): name for name in THOUGHTS if name in message}
-        changes = {}
-        if thoughts and self.thoughts and self.thoughts not in message:
-            changes[self.thoughts] = message[thoughts[min(thoughts)]]
+        fitted = dict(message)
+        thoughts = [message[name] for name in THOUGHTS if name in message]
+        if thoughts and self.thoughts:
+            fitted.setdefault(self.thoughts, thoughts[0])
         if "tool_calls" in message:
             if not self.arguments:
                 raise ValueError(self._refusal("tool_calls"))
-            changes["tool_calls"] = [*map(self._fit_call, message["tool_calls"])]
-        return {**message, **changes}
+            fitted["tool_calls"] = [*map(self._fit_call, message["tool_calls"])]
+        return fitted
 
     def _fit_call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function", call)
         given = function.get("arguments", {})
         if isinstance(given, self.arguments):
             return call
-        if isinstance(given, str):
-            given = parsed(given, "a call with arguments")
-            if not isinstance(given, dict):
-                raise ValueError("a call with arguments that are no object")
-        else:
-            given = json.dumps(given, ensure_ascii=False)
-        function = {**function, "arguments": given}
+        value = parsed(given, "a call with arguments") if given else {}
+        if not isinstance(value, dict):
+            raise ValueError("a call with arguments that are no object")
+        if dict not in self.arguments:
+            value = json.dumps(value, ensure_ascii=False)
+        function = {**function, "arguments": value}
         return {**call, "function": function} if "function" in call else function
 
     def _refusal(self, what: str) -> str:
@@ -83,12 +82,14 @@ class WrittenParts:
     def unwritten(self, messages: Sequence[Message], tools: Any) -> list[str]:
         """Returns names of what the conversation has and the template leaves out."""
         has_thoughts = any({*THOUGHTS} & {*message} for message in messages)
-        parts = [
-            ("the system's words", messages[0]["role"] == "system", "writes_system"),
-            ("the tools", bool(tools), "writes_tools"),
-            ("thoughts of replies", has_thoughts, "thoughts"),
-        ]
-        return [what for what, has, part in parts if has and not getattr(self, part)]
+        left_out = []
+        if messages[0]["role"] == "system" and not self.writes_system:
+            left_out.append("the system's words")
+        if tools and not self.writes_tools:
+            left_out.append("the tools")
+        if has_thoughts and not self.thoughts:
+            left_out.append("thoughts of replies")
+        return left_out
 
     @cached_property
     def writes_system(self) -> bool:

@@ -512,6 +512,47 @@ def test_each_reply_is_learned_once_without_what_the_template_adds(
         assert "assistant" in one.tokenizer.decode(prompt)
 
 
+DROPS = HEAD + (
+    "{{ m.thinking if loop.last or messages[-1].role == 'tool' }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.arguments|tojson }}<|call|>\n{% else %}"
+    "{{ m.content }}<|stop|>\n{% endif %}{% endfor %}"
+)
+CLOSES = "{% if add_generation_prompt %}<|turn|>assistant\n<think></think>{% endif %}"
+THINKS = HEAD + (
+    "{{ '<think>' + (m.thinking or '') + '</think>' if m.role == 'assistant' }}"
+    "{{ m.tool_calls[0].function.arguments if m.tool_calls else m.content }}"
+    "<|stop|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "source, learned",
+    [
+        (DROPS + ASK, ["hm{}<|call|>", "cat<|call|><|stop|>"]),
+        (THINKS + CLOSES, ["hm</think>{}<|stop|>", "cat<|call|><|stop|>"]),
+    ],
+)
+def test_calls_end_otherwise_and_thoughts_of_earlier_turns_are_dropped(
+    tmp_path, source, learned
+):
+    """Or a reply has thoughts where the template asks for one without."""
+    family = Family(["<eos>", "<|stop|>", "<|turn|>", "<|call|>"], None, "<|stop|>")
+    tokenizer = open_tokenizer(str(family.save(tmp_path, ["the cat sat"])))
+    one = ChatTemplate("x", source, tokenizer)
+    turns = talk(None, ("a", ""), ("b", "cat<|call|>"))
+    turns[1] |= {"reasoning": "hm", "tool_calls": [{"function": {"name": "f"}}]}
+    turns[1]["tool_calls"][0]["function"]["arguments"] = {}
+    turns[2] = {"role": "tool", "content": "mat<|call|>"}
+    found = []
+    for document in one.documents(turns, [1, 2]):
+        for weight in {*document.loss_weights[document.loss_weights > 0].tolist()}:
+            tokens = document.tokens[document.loss_weights == weight]
+            words = "".join(map(tokenizer.token_name, tokens.tolist()))
+            calls = int(np.sum(tokens == tokenizer.token_id("<|call|>")))
+            found.append((weight, words.replace("Ċ", "\n"), calls))
+    assert sorted(found) == [(1, learned[0], "call" in learned[0]), (2, learned[1], 0)]
+
+
 def test_a_reply_may_begin_in_the_blanks_of_the_token_that_ends_the_turn_before(
     tmp_path,
 ):
