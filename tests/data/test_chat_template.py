@@ -515,7 +515,7 @@ def test_each_reply_is_learned_once_without_what_the_template_adds(
 DROPS = HEAD + (
     "{{ m.thinking if loop.last or messages[-1].role == 'tool' }}{% if m.tool_calls %}"
     "{{ m.tool_calls[0].function.arguments|tojson }}<|call|>\n{% else %}"
-    "{{ m.content }}<|stop|>\n{% endif %}{% endfor %}"
+    "{{ '=' + m.content }}<|stop|>\n{% endif %}{% endfor %}"
 )
 CLOSES = "{% if add_generation_prompt %}<|turn|>assistant\n<think></think>{% endif %}"
 THINKS = HEAD + (
@@ -528,8 +528,8 @@ THINKS = HEAD + (
 @pytest.mark.parametrize(
     "source, learned",
     [
-        (DROPS + ASK, ["hm{}<|call|>", "cat<|call|><|stop|>"]),
-        (THINKS + CLOSES, ["hm</think>{}<|stop|>", "cat<|call|><|stop|>"]),
+        (DROPS + ASK, ['hm{"a": 1}<|call|>', "=cat<|call|><|stop|>"]),
+        (THINKS + CLOSES, ['hm</think>{"a": 1}<|stop|>', "cat<|call|><|stop|>"]),
     ],
 )
 def test_calls_end_otherwise_and_thoughts_of_earlier_turns_are_dropped(
@@ -541,7 +541,7 @@ def test_calls_end_otherwise_and_thoughts_of_earlier_turns_are_dropped(
     one = ChatTemplate("x", source, tokenizer)
     turns = talk(None, ("a", ""), ("b", "cat<|call|>"))
     turns[1] |= {"reasoning": "hm", "tool_calls": [{"function": {"name": "f"}}]}
-    turns[1]["tool_calls"][0]["function"]["arguments"] = {}
+    turns[1]["tool_calls"][0]["function"]["arguments"] = {"a": 1}
     turns[2] = {"role": "tool", "content": "mat<|call|>"}
     found = []
     for document in one.documents(turns, [1, 2]):
@@ -549,7 +549,7 @@ def test_calls_end_otherwise_and_thoughts_of_earlier_turns_are_dropped(
             tokens = document.tokens[document.loss_weights == weight]
             words = "".join(map(tokenizer.token_name, tokens.tolist()))
             calls = int(np.sum(tokens == tokenizer.token_id("<|call|>")))
-            found.append((weight, words.replace("Ċ", "\n"), calls))
+            found.append((weight, words.replace("Ġ", " "), calls))
     assert sorted(found) == [(1, learned[0], "call" in learned[0]), (2, learned[1], 0)]
 
 
@@ -637,6 +637,12 @@ def test_a_template_whose_replies_differ_from_its_prompts_is_refused():
     one = ChatTemplate("x", source, BYTES)
     with pytest.raises(ValueError, match="x writes a reply otherwise than where it as"):
         one.documents(talk(None, ("a", "b")))
+    asks = source.replace(
+        "{{ m.content", "{{ '@' if m.role == 'assistant' }}{{ m.content"
+    )
+    asks += "{{ '@' if add_generation_prompt }}"
+    with pytest.raises(ValueError, match="x writes a reply otherwise than where it as"):
+        ChatTemplate("x", asks, BYTES).documents(talk(None, ("a", "b")))
     thinks = source.replace("'S' if loop.last and m.role == 'user'", "''")
     thinks += "{{ '<think>' if add_generation_prompt }}"
     with pytest.raises(ValueError, match="with '<think>': take that out of what it ad"):
