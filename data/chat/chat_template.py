@@ -174,28 +174,31 @@ class ChatTemplate:
 
     def stays_text(self, messages: Sequence[Message], tools: Any = None) -> bool:
         """Returns whether words have a special token's name that is text in them."""
-        marked, marked_tools, _ = self._marked(messages, tools)
-        return [*marked, marked_tools] != [*messages, tools]
+        return self._broken(messages, tools, MARKS[0]) != ([*messages], tools)
 
     def _marked(
         self, messages: Sequence[Message], tools: Any
     ) -> tuple[list[Message], Any, str]:
-        """Breaks up names of special tokens in all texts; returns by what, too.
-
-        Names that are text differ: in replies some are tokens.
-        """
+        """Breaks up names of special tokens in all texts; returns by what, too."""
         words = json.dumps([messages, tools], ensure_ascii=False)
         mark = next((mark for mark in MARKS if mark not in words), "")
         if not mark:
             raise ValueError(
                 "messages contain all 32 Unicode noncharacters: leave one out"
             )
+        marked, marked_tools = self._broken(messages, tools, mark)
+        return marked, marked_tools, mark
+
+    def _broken(
+        self, messages: Sequence[Message], tools: Any, mark: str
+    ) -> tuple[list[Message], Any]:
+        """Breaks up names that are text by a mark: in replies some are tokens."""
         marked = []
         for message in messages:
             is_reply = message["role"] == "assistant"
             names = self._reserved if is_reply else self._names
             marked.append(broken(message, names, mark))
-        return marked, broken(tools, self._names, mark), mark
+        return marked, broken(tools, self._names, mark)
 
     def _encode(self, text: str, mark: str, weight_at: Mapping[int, float]) -> Document:
         """Encodes a conversation: special tokens, and the text between two of them.

@@ -363,6 +363,7 @@ def test_conversations_are_refused_in_a_line(qwen):
         one.prompt([{"role": "user", "content": "no"}])
     with pytest.raises(ValueError, match="all 32 Unicode noncharacters"):
         one.prompt([{"role": "user", "content": "".join(MARKS)}])
+    assert not one.stays_text([{"role": "user", "content": "".join(MARKS)}])
     nearly = "".join(MARKS[1:]) + "<|im_end|>"
     tokens = one.prompt([{"role": "user", "content": nearly}])
     assert nearly in one.tokenizer.decode(tokens)
