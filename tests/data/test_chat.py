@@ -277,17 +277,20 @@ THINKS = {"role": "assistant", "content": "B", "reasoning": "R"}
 )
 def test_what_a_template_does_not_write_is_said_or_refuses_the_row(turns, said):
     """Vicuna's would write what a tool says as a reply, and leave out calls."""
-    row = parse({"messages": turns, "tools": [CALL], "source": "x"}, "f")
+    row = {"messages": [*turns, QUESTION], "tools": [CALL], "source": "x"}
+    row = parse(row, "f")
     counts = Counts()
     (found,) = encoder().encode([row], counts)
     assert said in str(found) and isinstance(found, BadRow) == bool(said)
     assert counts.unwritten.counts == {"the tools": 1, "thoughts of replies": 1}
-    assert counts.unread.counts == {"source of rows": 1}
+    no_reply = "turns before a question or behind the last reply"
+    assert counts.unread.counts == {"source of rows": 1, no_reply: 1}
 
 
 def test_fields_have_other_names_and_columns_nulls_for_other_rows(tmp_path):
     path = tmp_path / "in.parquet"
-    turns = [CALLS, RESULT, THINKS]
+    calls = [{"function": {"name": "f", "arguments": {n: 1}}} for n in "xy"]
+    turns = [CALLS | {"tool_calls": calls}, RESULT, THINKS]
     path.write_bytes(
         tables.as_parquet([{"q": [QUESTION], "a": turns, "completion": "x"}])
     )
