@@ -36,7 +36,8 @@ import jax
 import ml_collections
 import numpy as np
 
-from data.chat.chat_template import FORMATS, OWN, ChatTemplate, Message, open_template
+from data.chat.chat_template import FORMATS, OWN, ChatTemplate, open_template
+from data.chat.turns import Message
 from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
 from data.text.tokens.tokenizer import ByteTokenizer, TextStream, Tokenizer, begun

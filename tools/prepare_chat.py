@@ -3,18 +3,20 @@
     python -m tools.prepare_chat sharegpt.json --output CORPUS --context-tokens 32768 \\
         --tokenizer tokenizer.model
 
-Prints what was read and left out, and the command that trains on the corpus, which
-keeps the template for `generate --chat`. Rows are as in ShareGPT, or have a list of
-`messages`: see data/chat/conversation.py.
+Prints a conversation as the model will see it, with what is learned between ⟦ and ⟧;
+what was read and left out; and the command that trains on the corpus, which keeps the
+template for `generate --chat`. Forms of rows are in data/chat/row_forms.py.
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
 from configs import tiny
 from data.chat.chat_template import FORMATS, OWN, open_template
 from data.chat.corpus import TOO_LONG, ChatEncoder, prepare_chats
+from data.chat.row_forms import FIELDS
 from data.text.tokens.tokenizer_files import read_chat_template
 from tasks.command_line import as_program, at_least
 from tools.lib.prepare import (
@@ -40,7 +42,25 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--too-long", choices=TOO_LONG, default="truncate", help=beyond)
     apart = "documents in place of trees, as models with sliding windows need"
     add("--apart", action="store_true", help=apart)
+    names = "fields of rows with other names, as prompt=question; NAME=: not read"
+    add("--fields", type=_names, metavar="OURS=THEIRS,…", help=names)
+    shown = "conversations to print (default: %(default)s)"
+    add("--show", type=at_least(0), default=1, metavar="N", help=shown)
     return parser.parse_args(arguments)
+
+
+def _names(text: str) -> dict[str, str]:
+    """Returns names of fields by ours."""
+    names = {}
+    for pair in text.split(","):
+        ours, is_pair, theirs = pair.partition("=")
+        if not is_pair or ours not in FIELDS:
+            near = difflib.get_close_matches(ours, FIELDS, n=1)
+            meant = near[0] if near else ", ".join(FIELDS)
+            reason = f"{pair} must be OURS=THEIRS, with a name that is read: {meant}"
+            raise argparse.ArgumentTypeError(reason)
+        names[ours] = theirs
+    return names
 
 
 @as_program
@@ -55,10 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         context_tokens=chosen.context_tokens,
         too_long=chosen.too_long,
         apart=chosen.apart,
+        fields=chosen.fields,
     )
-    summary = prepare_chats(
-        chosen.inputs, chosen.output, encoder, **input_options(chosen)
-    )
+    options = input_options(chosen)
+    summary = prepare_chats(chosen.inputs, chosen.output, encoder, **options)
+    for shown in encoder.show(summary.inputs.files, chosen.show):
+        print(f"{shown}\n")
     print(f"{summary}\nchat template: {encoder.template.name}")
     fields = {"rows": "whole", "context_tokens": chosen.context_tokens}
     print(train_command(chosen.output, tiny, chosen.weights, **fields))

@@ -13,7 +13,7 @@ changes when a conversation goes on.
 """
 
 import contextlib
-import re
+import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonprefix
@@ -22,14 +22,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.chat.template_text import PROBE, Exchange, Message, TemplateText, replies_of
+from data.chat.template_text import (
+    PROBE,
+    TOOLS,
+    Exchange,
+    TemplateText,
+    replies_of,
+)
+from data.chat.token_names import MARKS, broken, patterns
+from data.chat.turns import Message
+from data.chat.written_parts import WORD, WrittenParts, result
 from data.text.reading.skipped import names_special_tokens
 from data.text.tokens.prefix_tree import Document, as_mask
 from data.text.tokens.tokenizer import END_OF_DOCUMENT_NAMES, Tokenizer
 from data.text.tokens.tokenizer_files import BEGIN_NAMES, read_chat_template
 
-MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters. One of them breaks up special-token names in user text."""
 OWN = "own"
 """Name of the template that a tokenizer or a corpus comes with."""
 _CHATML = "<|im_start|>", "<|im_end|>"
@@ -76,10 +83,12 @@ class ChatTemplate:
         self.name = name
         self.source = source
         self.tokenizer = tokenizer
-        self._names, self._special = _patterns(tokenizer, tokenizer.special)
+        self._names, self._special = patterns(tokenizer, tokenizer.special)
         self._text = TemplateText(name, source, tokenizer.names)
+        self._parts = WrittenParts(self._text)
         self._end_name = self._end()
-        self._reserved, _ = _patterns(tokenizer, self._find_reserved())
+        self._call_end = self._end_of_calls()
+        self._reserved, _ = patterns(tokenizer, self._find_reserved())
         self.end = tokenizer.special[self._end_name]
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
@@ -95,7 +104,7 @@ class ChatTemplate:
           ValueError: the template refuses the conversation.
         """
         begun = {"role": "assistant", "content": reply}
-        marked, mark = self._marked([*messages, begun])
+        marked, _, mark = self._marked(self._parts.fit([*messages, begun]), None)
         *messages, begun = marked
         asked = self._text.ask(messages)
         numbers = replies_of(messages)
@@ -104,7 +113,10 @@ class ChatTemplate:
         return self._encode(asked.text + begun["content"], mark, weight_at).tokens
 
     def documents(
-        self, messages: Sequence[Message], weights: Sequence[float] = ()
+        self,
+        messages: Sequence[Message],
+        weights: Sequence[float] = (),
+        tools: Sequence[Any] | None = None,
     ) -> list[Document]:
         """Encodes a conversation that ends with a reply, and finds the replies.
 
@@ -112,71 +124,88 @@ class ChatTemplate:
         wrote them as the last, as without their thoughts, replies are learned in
         documents of their own, which end with them.
 
-        weights: of each reply's loss; () for 1.
+        weights: of each reply's loss; () for 1. tools: that the assistant may call.
 
         Raises:
           ValueError: the template refuses the conversation.
         """
-        messages, mark = self._marked(messages)
-        whole, exchanges = self._text.exchanges(messages)
-        weight_at = _unlearned(whole, exchanges)
+        messages, tools, mark = self._marked(self._parts.fit(messages), tools)
+        template = self._text.given(tools)
+        whole, exchanges = template.exchanges(messages)
+        begins = _unlearned(whole, exchanges)
+        weight_at = dict(begins)
         documents = []
-        added = self._text.added(messages, exchanges, mark)
+        added = template.added(messages, exchanges, mark, self._parts.example)
         weights = weights or [1.0] * len(exchanges)
-        for number, weight in enumerate(weights):
+        for number, turn in enumerate(replies_of(messages)):
             exchange = exchanges[number]
-            if not exchange.text.startswith(exchange.prompt):
-                agreed = len(commonprefix([exchange.text, exchange.prompt]))
-                asked = exchange.prompt[agreed:]
-                raise ValueError(
-                    f"the chat template {self.name} writes a reply otherwise than where"
-                    f" it asks for one, with {asked[:80]!r}: take that out of what it "
-                    "adds for add_generation_prompt, or choose another template"
-                )
+            self._check(exchange)
             begin = exchange.begin + added[number]
-            reply, end, _ = exchange.reply.partition(self._end_name)
-            is_within = whole.startswith(reply + end, exchange.begin)
-            if is_within and exchange.begin in weight_at and not weight_at.get(begin):
-                weight_at[begin] = weight
-            elif weight:
+            name = self._call_end if "tool_calls" in messages[turn] else self._end_name
+            reply = "".join(exchange.reply.partition(name)[:2])
+            end = exchange.begin + len(reply)
+            is_within = whole.startswith(reply, exchange.begin)
+            if is_within and exchange.begin in begins and not weight_at.get(begin):
+                weight_at[begin] = weights[number]
+                weight_at.setdefault(end, 0.0)
+            elif weights[number]:
                 text = whole[: exchange.shared] + exchange.text
-                alone = _unlearned(text, exchanges[: number + 1]) | {begin: weight}
+                alone = _unlearned(text, exchanges[: number + 1])
+                alone |= {begin: weights[number], end: 0.0}
                 documents.append(self._encode(text, mark, alone))
         if any(weight_at.values()):
             documents.append(self._encode(whole, mark, weight_at))
         return documents
 
-    def stays_text(self, messages: Sequence[Message]) -> bool:
+    def unwritten(self, messages: Sequence[Message], tools: Any = None) -> list[str]:
+        """Returns names of what a conversation has and the template leaves out."""
+        return self._parts.unwritten(messages, tools)
+
+    def _check(self, exchange: Exchange) -> None:
+        """Checks that a reply is written behind the prompt that asks for it."""
+        if exchange.text.startswith(exchange.prompt):
+            return
+        agreed = len(commonprefix([exchange.text, exchange.prompt]))
+        raise ValueError(
+            f"the chat template {self.name} writes a reply otherwise than where it "
+            f"asks for one, with {exchange.prompt[agreed:][:80]!r}: take that out of "
+            "what it adds for add_generation_prompt, or choose another template"
+        )
+
+    def stays_text(self, messages: Sequence[Message], tools: Any = None) -> bool:
         """Returns whether words have a special token's name that is text in them."""
-        return any(self._in_words(turn).search(turn["content"]) for turn in messages)
+        return self._broken(messages, tools, MARKS[0]) != ([*messages], tools)
 
-    def _in_words(self, message: Message) -> re.Pattern:
-        """Returns what finds names of special tokens that are text in these words."""
-        return self._reserved if message["role"] == "assistant" else self._names
-
-    def _marked(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """Breaks up names of special tokens in the words; returns by what, too."""
-        words = "".join(message["content"] for message in messages)
+    def _marked(
+        self, messages: Sequence[Message], tools: Any
+    ) -> tuple[list[Message], Any, str]:
+        """Breaks up names of special tokens in all texts; returns by what, too."""
+        words = json.dumps([messages, tools], ensure_ascii=False)
         mark = next((mark for mark in MARKS if mark not in words), "")
         if not mark:
             raise ValueError(
                 "messages contain all 32 Unicode noncharacters: leave one out"
             )
-        marked: list[Message] = []
+        marked, marked_tools = self._broken(messages, tools, mark)
+        return marked, marked_tools, mark
+
+    def _broken(
+        self, messages: Sequence[Message], tools: Any, mark: str
+    ) -> tuple[list[Message], Any]:
+        """Breaks up names that are text by a mark: in replies some are tokens."""
+        marked = []
         for message in messages:
-            content = message["content"]
-            names = self._in_words(message)
-            # To break one up may make another one.
-            while names.search(content):
-                content = names.sub(lambda name: mark.join(name[0]), content)
-            marked.append({**message, "content": content})
-        return marked, mark
+            is_reply = message["role"] == "assistant"
+            names = self._reserved if is_reply else self._names
+            marked.append(broken(message, names, mark))
+        return marked, broken(tools, self._names, mark)
 
     def _encode(self, text: str, mark: str, weight_at: Mapping[int, float]) -> Document:
         """Encodes a conversation: special tokens, and the text between two of them.
 
         mark: to be taken out of that text.
-        weight_at: where in the text replies begin, and the weight of each's loss.
+        weight_at: where in the text replies begin and end, and the weight of the loss
+          from there on.
         """
         parts = []
         begins = sorted(weight_at)
@@ -202,8 +231,7 @@ class ChatTemplate:
                 continue
             token = self.tokenizer.special[name[0]]
             parts.append(_Piece(token, [], weights[:1]))
-            # A reply may begin in the blanks.
-            weight = 0.0 if token == self.end and not within else weights[-1]
+            weight = weights[-1]  # a reply may begin or end in the blanks
         tokens, weights = self._joined(parts)
         return Document(tokens, as_mask(weights))
 
@@ -235,7 +263,9 @@ class ChatTemplate:
 
     def _end(self) -> str:
         """Finds the name of the token behind a reply."""
-        after = self._text.render(PROBE[1:3], asks=False).text.rpartition("REPLY")[2]
+        after = self._text.for_probes.render(PROBE[1:3], asks=False).text.rpartition(
+            "REPLY"
+        )[2]
         name = self._names.match(after.lstrip())
         if name is None:
             raise ValueError(
@@ -246,22 +276,41 @@ class ChatTemplate:
             )
         return name[0]
 
+    def _end_of_calls(self) -> str:
+        """Finds the name of the token behind the calls of a reply."""
+        example = self._parts.example
+        if example is None:
+            return self._end_name
+        turns = [PROBE[1], example]
+        after = self._text.given(TOOLS).render(turns, asks=False).text
+        after = after.rpartition(WORD)[2]
+        names = [self._end_name] * (self._end_name in after)
+        return [*names, *self._names.findall(after), self._end_name][0]
+
     def _find_reserved(self) -> set[str]:
         """Finds the names of tokens that begin or end texts and turns.
 
         Those of others, as <think>, are tokens in replies too.
         """
         own = self.tokenizer
+        template = self._text.for_probes
         reserved = {self._end_name, *END_OF_DOCUMENT_NAMES, *BEGIN_NAMES}
         reserved |= {*own.names.values(), *map(own.token_name, own.stop_tokens)}
         for name in own.special:
             if names_special_tokens(name) and name not in self.source:
                 reserved.add(name)
+        if self._parts.example:
+            with contextlib.suppress(ValueError):
+                turns = [PROBE[1], self._parts.example, result()]
+                text = self._text.given(TOOLS).ask(turns).text
+                # The call's own word stands before what it gave.
+                _, end, behind = text.rpartition(WORD)[2].partition(self._call_end)
+                reserved.update([end], self._names.findall(behind))
         for first in 0, 1:  # it may refuse words of the system
             with contextlib.suppress(ValueError):
-                turns = self._text.render(PROBE[first:], asks=False).text
-                plain = self._text.render(PROBE[first:2], asks=False).text
-                asks = self._text.ask(PROBE[first:2]).text
+                turns = template.render(PROBE[first:], asks=False).text
+                plain = template.render(PROBE[first:2], asks=False).text
+                asks = template.ask(PROBE[first:2]).text
                 reserved.update(self._names.findall(plain))
                 in_turns = self._names.findall(turns)
                 reserved |= {*self._names.findall(asks)}.intersection(in_turns)
@@ -322,24 +371,3 @@ def _check_tokens(template: str, tokenizer: Tokenizer) -> None:
 def _unlearned(text: str, prompts: Iterable[Exchange]) -> dict[int, float]:
     """Returns where in a text replies begin, each with weight 0."""
     return {p.begin: 0.0 for p in prompts if text.startswith(p.prompt, p.shared)}
-
-
-def _patterns(
-    tokenizer: Tokenizer, special: Iterable[str]
-) -> tuple[re.Pattern, re.Pattern]:
-    """Returns what finds names of special tokens, and with the blanks that they take.
-
-    The second is a group, for `split`.
-    """
-    longest_first = sorted(special, key=len, reverse=True)
-    # One letter could not be broken up by a mark.
-    names = [name for name in longest_first if len(name) > 1]
-    with_blanks = []
-    for name in names:
-        left, right = tokenizer.strips.get(name, (False, False))
-        # Only from their first one on: else each of many is a start of its own.
-        before = r"(?:(?<!\s)\s++)?" * left
-        with_blanks.append(before + re.escape(name) + r"\s*" * right)
-    never = "(?!)"
-    alone = "|".join(map(re.escape, names)) or never
-    return re.compile(alone), re.compile(f"({'|'.join(with_blanks) or never})")

@@ -4,17 +4,17 @@ Every conversation is a document, or several where it is longer than the context
 split. Rows of whole documents (`WholeRows`) then hold several, masked from each other.
 """
 
+import copy
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data.chat.chat_template import ChatTemplate
 from data.chat.conversation import Conversation, Row, read_conversations
+from data.chat.shown import show
 from data.text.corpus import Summary, write_corpus
 from data.text.reading.parts import Counts
 from data.text.reading.row_files import InputFile
@@ -54,9 +54,15 @@ class ChatEncoder:
         context_tokens: int,
         too_long: str = "truncate",
         apart: bool = False,
+        fields: Mapping[str, str] | None = None,
     ):
-        """Keeps its arguments. too_long: one of `TOO_LONG`. apart: no trees."""
+        """Keeps its arguments.
+
+        too_long: one of `TOO_LONG`. apart: no trees. fields: of rows, what they are
+        called in the files, by our names.
+        """
         self.template = template
+        self._fields = fields
         self._apart = apart
         self.context = context_tokens
         self._splits = too_long == "split"
@@ -65,8 +71,21 @@ class ChatEncoder:
             f"longer than {context_tokens} tokens ({TOO_LONG[too_long]} keeps more)"
         )
 
+    def show(self, files: Sequence[InputFile], count: int) -> Iterator[str]:
+        """Yields the first conversations of the files as the model will see them."""
+        alone = copy.copy(self)
+        alone._apart = True
+        rows = (row for row in self.read(files) if isinstance(row, Row))
+        encoded = (alone._encode(row, Counts()) for row in rows)
+        good = (documents for documents in encoded if isinstance(documents, list))
+        for number, documents in enumerate(islice(good, count), 1):
+            for part, document in enumerate(documents, 1):
+                of = f", document {part} of {len(documents)}" * (len(documents) > 1)
+                shown = show(document, self.template.tokenizer)
+                yield f"conversation {number}{of}:\n{shown}"
+
     def read(self, files: Sequence[InputFile]) -> Iterator[Row | BadRow]:
-        return read_conversations(files)
+        return read_conversations(files, self._fields)
 
     def encode(
         self, rows: Sequence[Row], counts: Counts | None = None
@@ -82,13 +101,15 @@ class ChatEncoder:
     def _encode(self, row: Row, counts: Counts) -> list[Document] | BadRow:
         # Answers that are alike add up.
         counts.weighted += len(row.paths) > 1 or bool(row.paths[0].weights)
-        is_named = any(self.template.stays_text(path.messages) for path in row.paths)
+        template = self.template
+        is_named = any(template.stays_text(p.messages, p.tools) for p in row.paths)
         if is_named or names_special_tokens(row.text):
             counts.markup.add(BadRow(row.where, SPECIAL))
-        for name, turns in row.unread.items():
-            counts.unread.add(BadRow(row.where, name), turns)
-        if row.paths[0].system is not None and self._drops_system:
-            counts.unwritten.add(BadRow(row.where, "the system's words"))
+        for name, count in row.unread.items():
+            counts.unread.add(BadRow(row.where, name), count)
+        lost = [template.unwritten(path.messages, path.tools) for path in row.paths]
+        for part in dict.fromkeys(chain.from_iterable(lost)):
+            counts.unwritten.add(BadRow(row.where, part))
         try:
             paths = [self._parts(path) for path in row.paths]
         except ValueError as error:
@@ -117,27 +138,15 @@ class ChatEncoder:
             counts.lost += lost
         return documents or BadRow(row.where, "no reply within the context")
 
-    @cached_property
-    def _drops_system(self) -> bool:
-        """Whether the template writes the same with the system's words as without."""
-        without = self._documents(Conversation(None, (("x", "y"),)))
-        led = self._documents(Conversation("SYSTEM", (("x", "y"),)))
-        # A template that refuses one of them refuses each row too.
-        if not without or not led:
-            return False
-        return np.array_equal(without[-1].tokens, led[-1].tokens)
-
     def _documents(self, conversation: Conversation) -> list[Document]:
-        """Returns the documents of a conversation, [] where the template refuses it."""
-        try:
-            return self.template.documents(conversation.messages, conversation.weights)
-        except ValueError:
-            return []
+        """Returns the documents of a conversation."""
+        turns = conversation.messages
+        weights = conversation.weights
+        return self.template.documents(turns, weights, conversation.tools)
 
     def _parts(self, conversation: Conversation) -> list[list[Document]]:
         """Returns a conversation's documents; of its parts, where it is to be split."""
-        weights = conversation.weights
-        whole = self.template.documents(conversation.messages, weights)
+        whole = self._documents(conversation)
         if not self._splits or longest(whole) <= self.context:
             return [whole]
         parts = []
@@ -146,13 +155,13 @@ class ChatEncoder:
             counts = range(1, len(rest.exchanges) + 1)
             size = partial(self._size, rest)
             count = max(bisect_right(counts, self.context, key=size), 1)
-            parts.append(self._documents(rest.part(slice(count))))
-            rest = rest.part(slice(count, None))
+            parts.append(self._documents(rest.part(0, count)))
+            rest = rest.part(count, None)
         return parts
 
     def _size(self, conversation: Conversation, count: int) -> int:
         """Returns the tokens of the first exchanges of a conversation."""
-        return longest(self._documents(conversation.part(slice(count))))
+        return longest(self._documents(conversation.part(0, count)))
 
 
 def longest(documents: Sequence[Document]) -> int:

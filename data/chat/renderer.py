@@ -73,7 +73,7 @@ class Renderer:
     def render(
         self,
         source: str,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> Rendering:
         """Renders a template.
@@ -83,7 +83,7 @@ class Renderer:
         Raises:
           ValueError: it is not Jinja, fails or passes a limit. Says so of "it".
         """
-        size = len(json.dumps(messages))
+        size = len(json.dumps([messages, options.get("tools")]))
         seconds = CPU_SECONDS + size // BYTES_A_SECOND
         request = {
             "source": source,

@@ -1,19 +1,25 @@
 """What a chat template writes: conversations as text, and where their replies are."""
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from data.chat.renderer import RENDERER, Rendering
-
-Message = Mapping[str, str]
-"""A turn: its "role" ("system", "user" or "assistant"), and its words, "content"."""
+from data.chat.turns import THOUGHTS, Message
 
 _ROLES = {"system": "x", "user": "x", "assistant": "REPLY"}
 PROBE = [{"role": role, "content": words} for role, words in _ROLES.items()]
 PROBE.append(PROBE[1])
 """A conversation, with words of the system, for what a template writes around them."""
+
+TOOL = {
+    "name": "f",
+    "description": "x",
+    "parameters": {"type": "object", "properties": {}},
+}
+TOOLS = [{"type": "function", "function": TOOL}]
 
 
 class Exchange(NamedTuple):
@@ -43,14 +49,31 @@ class TemplateText:
 
     name: for messages. names: of tokens, by their use.
     opening: what begins a reply, where the template writes no prompt for one.
+    for_probes: the template with tools, if it writes nothing without any, or itself.
     """
 
     def __init__(self, name: str, source: str, names: Mapping[str, str]):
         self.name = name
         self.source = source
         self._names = names
+        self._tools: Sequence[Any] | None = None
         self.opening = ""
+        self.for_probes = self
+        try:
+            self.render(PROBE[1:3], asks=False)
+        except ValueError as error:
+            self.for_probes = self.given(TOOLS)
+            try:
+                self.for_probes.render(PROBE[1:3], asks=False)
+            except ValueError:
+                raise error from None
         self.opening = self._find_opening()
+
+    def given(self, tools: Sequence[Any] | None) -> "TemplateText":
+        """Returns the template with tools that the assistant may call; None: none."""
+        text = copy.copy(self)
+        text._tools = tools
+        return text
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> Rendering:
         """Renders a conversation. asks: whether for the next reply.
@@ -58,7 +81,7 @@ class TemplateText:
         Raises:
           ValueError: the template is not one, refuses it, or passes a limit.
         """
-        options: dict[str, Any] = {"tools": None, "documents": None}
+        options: dict[str, Any] = {"tools": self._tools, "documents": None}
         options |= {"add_generation_prompt": asks, **self._names}
         try:
             return RENDERER.render(self.source, messages, options)
@@ -86,10 +109,29 @@ class TemplateText:
             else:
                 text = self.render(messages[: number + 1], asks=False).text
             if not text.startswith(exchange.prompt):
-                prompt = exchange.prompt.removesuffix(self.opening)
+                prompt = self._prompt_in(text, exchange.prompt, messages[: number + 1])
                 exchange = exchange._replace(prompt=prompt)
             exchanges.append(exchange._replace(text=text))
         return whole.text, exchanges
+
+    def _prompt_in(self, text: str, prompt: str, messages: Sequence[Message]) -> str:
+        """Returns the prompt for the last turn as the text has it, if it has one.
+
+        The prompt may ask for no thoughts where the turn has some; or replies since the
+        last question are written otherwise behind it, as without their thoughts.
+        """
+        *before, reply = messages
+        header = prompt.removeprefix(self.render(before, asks=False).text)
+        common = commonprefix([text, prompt])
+        if {*THOUGHTS} & {*reply} and len(prompt) - len(common) < len(header):
+            return common
+        question = [turn["role"] for turn in before][::-1].index("user")
+        first = self.ask(before[: len(before) - question]).text
+        other = self.render([*before, {**reply, **PROBE[2]}], asks=False).text
+        begin = text.rfind(header, 0, len(commonprefix([text, other])))
+        if header.strip() and begin >= 0 and common.startswith(first):
+            return text[: begin + len(header)]
+        return prompt.removesuffix(self.opening)
 
     def prompt_within(
         self, asked: Rendering, messages: Sequence[Message], number: int
@@ -109,37 +151,55 @@ class TemplateText:
         return Rendering(text + self.opening, ends)
 
     def added(
-        self, messages: Sequence[Message], exchanges: Sequence[Exchange], other: str
+        self,
+        messages: Sequence[Message],
+        exchanges: Sequence[Exchange],
+        other: str,
+        example: Message | None,
     ) -> list[int]:
         """Returns the letters that the template itself begins each reply with.
 
-        They are what all replies begin with that say something else. Blanks alone are
-        part of the reply, as those before its first word.
+        They are what all replies begin with that say something else, and calls do too.
+        Blanks alone are part of the reply, as those before its first word.
 
-        other: words that no reply has.
+        other: words that no reply has. example: a reply that is a call; None: the
+          template takes none.
         """
         numbers = replies_of(messages)
         words = [messages[number]["content"].strip() for number in numbers]
         texts = [exchange.reply for exchange in exchanges]
-        if all(map(_begins_as, texts, words)):
+        if all(words) and all(map(_begins_as, texts, words)):
+            return [0] * len(words)
+        plain = {"role": "assistant", "content": other}
+        written = self._answered(plain).partition(other)[0].rstrip(" ")
+        called = self._answered(example) if example else written
+        is_known = all(map(_begins_as, texts, words))
+        if not called.startswith(written) or (is_known and not written.strip()):
             return [0] * len(words)
         changed = [*messages]
         for number in numbers:
-            changed[number] = {"role": "assistant", "content": other}
+            kept = {n: v for n, v in messages[number].items() if n not in THOUGHTS}
+            changed[number] = {**kept, "content": other}
         _, others = self.exchanges(changed)
         added = []
         for text, own_words, exchange in zip(texts, words, others, strict=True):
             common = commonprefix([text, exchange.reply]).rstrip(" ")
-            is_own = common.strip() and _begins_as(text[len(common) :], own_words)
-            added.append(len(common) if is_own else 0)
+            is_all = _begins_as(exchange.reply[len(common) :], other)
+            is_own = is_all and _begins_as(text[len(common) :], own_words)
+            added.append(len(common) if common.strip() and is_own else 0)
         return added
+
+    def _answered(self, reply: Message) -> str:
+        """Returns what is written behind the prompt for a reply to a first question."""
+        text = self.for_probes.render([PROBE[1], reply], asks=False).text
+        return text.removeprefix(self.for_probes.ask(PROBE[1:2]).text)
 
     def _find_opening(self) -> str:
         """Finds what begins a reply, where the template writes no prompt for one."""
-        whole = self.render(PROBE[1:3], asks=False).text
+        whole = self.for_probes.render(PROBE[1:3], asks=False).text
         with contextlib.suppress(ValueError):  # for a conversation without a reply
-            prompt = self.render(PROBE[1:2], asks=True).text
-            asked = self.render(PROBE[1:2], asks=False).text
+            prompt = self.for_probes.render(PROBE[1:2], asks=True).text
+            asked = self.for_probes.render(PROBE[1:2], asks=False).text
             opening = whole.removeprefix(prompt).partition("REPLY")[0].rstrip(" ")
             if prompt == asked and whole.startswith(prompt) and opening.strip():
                 return opening

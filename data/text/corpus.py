@@ -70,8 +70,10 @@ class Summary(Counts):
                 f"{split:<10} {counts.documents:>11,} documents "
                 f"{counts.tokens:>15,} tokens {size:>10,.1f} MB"
             )
-            supervised = f" {writer.supervised[split]:>15,} supervised"
-            lines.append(line + supervised * bool(writer.supervised))
+            if writer.supervised:
+                line += f" {writer.supervised[split]:>15,} supervised"
+                line += f" in {writer.spans[split]:,} spans"
+            lines.append(line)
         rows = self.rows + self.skipped.total()
         counted = f"{self.rows:,} {self.counted} of {rows:,} rows"
         lines += [counted] * bool(self.counted)
@@ -94,7 +96,7 @@ class Summary(Counts):
         lines += self.markup.lines("markup, learned as text")
         lines += self.unwritten.lines("WARNING: not in the chat template")
         lines += self.remade.lines("made again")
-        lines += self.unread.lines("turns with a field that is not read")
+        lines += self.unread.lines("not read")
         lines.append(f"written to {writer.directory}")
         return "\n".join(map(printable, lines))
 

@@ -10,11 +10,14 @@ from data.chat.chat_template import ChatTemplate, open_template
 from data.chat.conversation import Conversation, Row, read_conversations
 from data.chat.conversation import parse_conversation as parse
 from data.chat.corpus import ChatEncoder, prepare_chats
+from data.text.reading.parts import Counts
 from data.text.reading.row_files import InputFile
 from data.text.reading.skipped import BadRow
 from data.text.tokens.token_file import TokenFile
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import pairs
+from tests.small import chats
+from tests.support import tables
 
 BYTES = ByteTokenizer()
 END = "\0"
@@ -22,7 +25,7 @@ END = "\0"
 
 
 def talk(*exchanges, system="S"):
-    return Row("here", (Conversation(system, exchanges),))
+    return Row("here", (Conversation((*chats.talk(system, *exchanges),)),))
 
 
 def encoder(context_tokens=1000, too_long="truncate"):
@@ -197,11 +200,10 @@ def test_fields_of_turns_that_are_not_read_are_counted(tmp_path):
     rows = [{"messages": turns}, {"prompt": node | {"replies": ends}}]
     source = write(tmp_path / "in.json", rows)
     said = str(prepare_chats([source], tmp_path / "out", encoder()))
-    first = "turns with a field that is not read: "
-    assert [line for line in said.splitlines() if line.startswith(first)] == [
-        f"{first}3, rank; first {source}[1]",
-        f"{first}2, mask; first {source}[0]",
-        f"{first}1, x; first {source}[0]",
+    assert [line for line in said.splitlines() if line.startswith("not read: ")] == [
+        f"not read: 3, rank of turns; first {source}[1]",
+        f"not read: 2, mask of turns; first {source}[0]",
+        f"not read: 1, x of turns; first {source}[0]",
     ]
 
 
@@ -239,9 +241,65 @@ HELLO = [("human", " Hello \n"), ("gpt", "Hi!")]
 def test_turns_become_exchanges(text, wanted):
     found = parse(json.loads(text), "f")
     (talk,) = found.paths
-    said = "".join(f" | {user} > {reply}" for user, reply in talk.exchanges)
-    assert f"{found.where} | {talk.system}{said}" == wanted
-    assert talk.weights == ()
+    system, *_ = [t["content"] for t in talk.messages if t["role"] == "system"] + [None]
+    parts = [found.where, str(system)]
+    for exchange in talk.exchanges:
+        turns = []
+        for turn in exchange:
+            calls = [
+                call["function"]["name"] + "()" for call in turn.get("tool_calls", ())
+            ]
+            turns.append(turn["content"] or turn.get("thinking") or " ".join(calls))
+        parts.append(" > ".join(map(str, turns)))
+    parts += [str(talk.weights)] * bool(talk.weights)
+    assert " | ".join(parts) == wanted.replace("\\n", "\n")
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+QUESTION, RESULT = {"role": "user", "content": "Q"}, {"role": "tool", "content": "T"}
+CALLS = {"role": "assistant", "content": "A", "tool_calls": [CALL]}
+THINKS = {"role": "assistant", "content": "B", "reasoning": "R"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        (
+            [QUESTION, CALLS, THINKS],
+            "does not write tool_calls: choose another, as the",
+        ),
+        (
+            [QUESTION, THINKS, RESULT, THINKS],
+            "does not write turns of tools: choose ano",
+        ),
+        ([QUESTION, THINKS, THINKS], ""),
+    ],
+)
+def test_what_a_template_does_not_write_is_said_or_refuses_the_row(turns, said):
+    """Vicuna's would write what a tool says as a reply, and leave out calls."""
+    row = {"messages": [*turns, QUESTION], "tools": [CALL], "source": "x"}
+    row = parse(row, "f")
+    counts = Counts()
+    (found,) = encoder().encode([row], counts)
+    assert said in str(found) and isinstance(found, BadRow) == bool(said)
+    assert counts.unwritten.counts == {"the tools": 1, "thoughts of replies": 1}
+    no_reply = "turns before a question or behind the last reply"
+    assert counts.unread.counts == {"source of rows": 1, no_reply: 1}
+
+
+def test_fields_have_other_names_and_columns_nulls_for_other_rows(tmp_path):
+    path = tmp_path / "in.parquet"
+    calls = [{"function": {"name": "f", "arguments": {n: 1}}} for n in "xy"]
+    turns = [CALLS | {"tool_calls": calls}, RESULT, THINKS]
+    path.write_bytes(
+        tables.as_parquet([{"q": [QUESTION], "a": turns, "completion": "x"}])
+    )
+    files = [InputFile(path, None, True)]
+    names = {"prompt": "q", "completion": "a"}
+    (row,) = read_conversations(files, names)
+    assert [*row.paths[0].messages] == [QUESTION, *turns]
+    (row,) = read_conversations(files, {"prompt": "q", "completion": ""})
+    assert "['q'], not of messages" in row.reason.replace("prompt", "q")
 
 
 def test_groups_are_conversations_in_which_each_reply_counts_once():
@@ -250,10 +308,8 @@ def test_groups_are_conversations_in_which_each_reply_counts_once():
         {"prompt": said, "completions": [{"text": " a\n", "weight": 3}, "b"]}, "f"
     )
     asked = ("user", "assistant"), ("user", " a\n")
-    assert [path.exchanges for path in found.paths] == [
-        asked,
-        (asked[0], ("user", "b")),
-    ]
+    for path, answer in zip(found.paths, (" a\n", "b"), strict=True):
+        assert [*path.messages] == chats.talk(None, asked[0], ("user", answer))
     assert [path.weights for path in found.paths] == [(0, 3), (0, 1)]
     ends = [{"role": "assistant", "text": text, "train": text != "z"} for text in "xyz"]
     again = {"role": "prompter", "text": "?", "replies": ends}
@@ -261,7 +317,7 @@ def test_groups_are_conversations_in_which_each_reply_counts_once():
     tree = {"role": "prompter", "text": "Q", "replies": [ends[0], reply]}
     found = parse(json.loads(json.dumps({"prompt": tree})), "f")
     assert [path.weights for path in found.paths] == [(), (0.5, 1), (0, 1)]
-    assert found.paths[2].exchanges == (("Q", "!"), ("?", "y"))
+    assert [*found.paths[2].messages] == chats.talk(None, ("Q", "!"), ("?", "y"))
 
 
 @pytest.mark.parametrize("text, said", pairs("bad_conversations.txt"))

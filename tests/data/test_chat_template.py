@@ -14,21 +14,30 @@ import numpy as np
 import pytest
 import tokenizers
 
-from data.chat import chat_template, renderer
+from data.chat import renderer
 from data.chat.chat_template import (
     FORMATS,
-    MARKS,
     OWN,
     ChatTemplate,
     format_source,
     open_template,
 )
-from data.chat.conversation import Conversation
+from data.chat.conversation import count_replies, parse_conversation
+from data.chat.token_names import MARKS, patterns
 from data.text.tokens.published import open_tokenizer
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
 from tests.data.test_tokenizer import make_hugging_face, make_sentence_piece
-from tests.small.chats import FAMILIES, INST, PHI, QWEN, Family
+from tests.small.chats import (
+    FAMILIES,
+    INST,
+    PHI,
+    QWEN,
+    TOOL_CHATS,
+    TOOL_FAMILIES,
+    Family,
+    talk,
+)
 
 BYTES = ByteTokenizer()
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "chat_templates.json"
@@ -37,10 +46,6 @@ CONVERSATIONS = PUBLISHED["conversations"]
 # Published ones refuse the words of a system, or put them before the last question.
 SYSTEM_ELSEWHERE = "gemma", "mistral"
 EXCHANGES = (("Hi?", "Hello."), ("Wie heißt 猫?", "Katze 🙂"))
-
-
-def talk(system, *exchanges):
-    return Conversation(system, exchanges).messages
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +108,50 @@ def test_tokens_are_those_of_transformers(paths, name):
             assert [*map(digest, found[2:])] == digests[2:]
             differ.add(turns[0]["role"])
     assert differ == ({"system"} if name in SYSTEM_ELSEWHERE else set())
+
+
+CHATS_WITH_TOOLS = [json.loads(line) for line in TOOL_CHATS.read_text().splitlines()]
+ALWAYS = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+OF_TOOLS = {
+    "llama3.1": ("llama", ""),
+    "qwen2.5-tools": ("qwen", f"{{% set always = '{ALWAYS}' %}}"),
+    "qwen3": ("qwen", "{% set thinks = true %}{% set takes_text = true %}"),
+    "qwen3-2507": ("qwen", "{% set takes_text = true %}"),
+    "mistral-nemo": ("mistral", ""),
+    "mistral-7b-v0.3": ("mistral", "{% set blank = ' ' %}"),
+    "phi4-mini": ("phi", ""),
+    "deepseek": ("deepseek", ""),
+}
+"""Published templates that write calls, in our own words: files, and what they set."""
+
+
+@pytest.mark.parametrize("name", OF_TOOLS)
+def test_calls_and_thoughts_are_learned_as_transformers_writes_them(tmp_path, name):
+    """Ids and learned ids of each reply, of ten conversations as people have them."""
+    path = TOOL_FAMILIES[name].save(tmp_path, [TOOL_CHATS.read_text()])
+    names = {"bos_token": TOOL_FAMILIES[name].bos, "eos_token": TOOL_FAMILIES[name].eos}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(names))
+    file, settings = OF_TOOLS[name]
+    source = (TOOL_CHATS.parent / "tool_templates" / f"{file}.jinja").read_text()
+    one = ChatTemplate(name, settings + source, open_tokenizer(str(path)))
+    refused = 0
+    for row, wanted in zip(CHATS_WITH_TOOLS, PUBLISHED["tools"][name], strict=True):
+        (chat,) = parse_conversation(row, "f").paths
+        weights = range(1, count_replies(chat.messages) + 1)
+        try:
+            documents = one.documents(chat.messages, weights, chat.tools)
+        except ValueError:
+            refused += 1
+            # Mistral's own would ask with the system's words, and answer without them.
+            assert not wanted or (name, row["id"]) == ("mistral-nemo", 1)
+            continue
+        found = []
+        for weight in weights:
+            (text,) = [d for d in documents if weight in d.loss_weights]
+            (learned,) = np.nonzero(text.loss_weights == weight)
+            found.append([text.tokens[: learned[-1] + 1], text.tokens[learned]])
+        assert [[*map(digest, reply)] for reply in found] == wanted
+    assert refused == {"mistral-nemo": 2, "llama3.1": 1, "phi4-mini": 1}.get(name, 0)
 
 
 def test_mistral_has_the_space_that_its_tokenizer_adds(mistral_model):
@@ -272,7 +321,7 @@ def test_blanks_before_a_token_that_takes_them_are_looked_at_once(monkeypatch):
     strips = {"<end>": (True, True), "<cut>": (True, False)}
     monkeypatch.setattr(BYTES, "strips", strips, raising=False)
     monkeypatch.setattr(BYTES, "special", {"<end>": 256, "<cut>": 255}, raising=False)
-    _, special = chat_template._patterns(BYTES, BYTES.special)
+    _, special = patterns(BYTES, BYTES.special)
     expected = ["", "\n <end>  ", "", "<cut>", " a", "  <cut>", " b"]
     assert special.split("\n <end>  <cut> a  <cut> b") == expected
 
@@ -314,6 +363,7 @@ def test_conversations_are_refused_in_a_line(qwen):
         one.prompt([{"role": "user", "content": "no"}])
     with pytest.raises(ValueError, match="all 32 Unicode noncharacters"):
         one.prompt([{"role": "user", "content": "".join(MARKS)}])
+    assert not one.stays_text([{"role": "user", "content": "".join(MARKS)}])
     nearly = "".join(MARKS[1:]) + "<|im_end|>"
     tokens = one.prompt([{"role": "user", "content": nearly}])
     assert nearly in one.tokenizer.decode(tokens)
@@ -463,6 +513,47 @@ def test_each_reply_is_learned_once_without_what_the_template_adds(
         assert "assistant" in one.tokenizer.decode(prompt)
 
 
+DROPS = HEAD + (
+    "{{ m.thinking if loop.last or messages[-1].role == 'tool' }}{% if m.tool_calls %}"
+    "{{ m.tool_calls[0].function.arguments|tojson }}<|call|>\n{% else %}"
+    "{{ '=' + m.content }}<|stop|>\n{% endif %}{% endfor %}"
+)
+CLOSES = "{% if add_generation_prompt %}<|turn|>assistant\n<think></think>{% endif %}"
+THINKS = HEAD + (
+    "{{ '<think>' + (m.thinking or '') + '</think>' if m.role == 'assistant' }}"
+    "{{ m.tool_calls[0].function.arguments if m.tool_calls else m.content }}"
+    "<|stop|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "source, learned",
+    [
+        (DROPS + ASK, ['hm{"a": 1}<|call|>', "=cat<|call|><|stop|>"]),
+        (THINKS + CLOSES, ['hm</think>{"a": 1}<|stop|>', "cat<|call|><|stop|>"]),
+    ],
+)
+def test_calls_end_otherwise_and_thoughts_of_earlier_turns_are_dropped(
+    tmp_path, source, learned
+):
+    """Or a reply has thoughts where the template asks for one without."""
+    family = Family(["<eos>", "<|stop|>", "<|turn|>", "<|call|>"], None, "<|stop|>")
+    tokenizer = open_tokenizer(str(family.save(tmp_path, ["the cat sat"])))
+    one = ChatTemplate("x", source, tokenizer)
+    turns = talk(None, ("a", ""), ("b", "cat<|call|>"))
+    turns[1] |= {"reasoning": "hm", "tool_calls": [{"function": {"name": "f"}}]}
+    turns[1]["tool_calls"][0]["function"]["arguments"] = {"a": 1}
+    turns[2] = {"role": "tool", "content": "mat<|call|>"}
+    found = []
+    for document in one.documents(turns, [1, 2]):
+        for weight in {*document.loss_weights[document.loss_weights > 0].tolist()}:
+            tokens = document.tokens[document.loss_weights == weight]
+            words = "".join(map(tokenizer.token_name, tokens.tolist()))
+            calls = int(np.sum(tokens == tokenizer.token_id("<|call|>")))
+            found.append((weight, words.replace("Ġ", " "), calls))
+    assert sorted(found) == [(1, learned[0], "call" in learned[0]), (2, learned[1], 0)]
+
+
 def test_a_reply_may_begin_in_the_blanks_of_the_token_that_ends_the_turn_before(
     tmp_path,
 ):
@@ -547,6 +638,12 @@ def test_a_template_whose_replies_differ_from_its_prompts_is_refused():
     one = ChatTemplate("x", source, BYTES)
     with pytest.raises(ValueError, match="x writes a reply otherwise than where it as"):
         one.documents(talk(None, ("a", "b")))
+    asks = source.replace(
+        "{{ m.content", "{{ '@' if m.role == 'assistant' }}{{ m.content"
+    )
+    asks += "{{ '@' if add_generation_prompt }}"
+    with pytest.raises(ValueError, match="x writes a reply otherwise than where it as"):
+        ChatTemplate("x", asks, BYTES).documents(talk(None, ("a", "b")))
     thinks = source.replace("'S' if loop.last and m.role == 'user'", "''")
     thinks += "{{ '<think>' if add_generation_prompt }}"
     with pytest.raises(ValueError, match="with '<think>': take that out of what it ad"):

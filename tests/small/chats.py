@@ -12,6 +12,18 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from data.chat.turns import Message
+
+
+def talk(system: str | None, *exchanges: tuple[str, str]) -> list[Message]:
+    """Returns the turns of a conversation, of questions and replies."""
+    turns = [] if system is None else [{"role": "system", "content": system}]
+    for user, reply in exchanges:
+        turns.append({"role": "user", "content": user})
+        turns.append({"role": "assistant", "content": reply})
+    return turns
+
+
 QWEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 LLAMA3 = (
     "<|begin_of_text|>",
@@ -37,6 +49,7 @@ class Family:
       before them, and where a text has none it is put there: before the "first" word,
       or before every text between special tokens ("always").
     strips: whether special tokens take the blanks behind them.
+    reply_end: ends a reply; "": eos does.
     """
 
     special: Sequence[str]
@@ -44,6 +57,11 @@ class Family:
     eos: str
     spaces: str = ""
     strips: bool = False
+    reply_end: str = ""
+
+    @property
+    def end(self) -> str:
+        return self.reply_end or self.eos
 
     def make(self, texts: Sequence[str]) -> Tokenizer:
         """Trains the tokenizer."""
@@ -97,3 +115,25 @@ FAMILIES = {
     "mistral-v7": Family(_MISTRAL_V7, "<s>", "</s>", spaces="first"),
     "olmo2": Family(("<|endoftext|>", "<|pad|>"), "<|endoftext|>", "<|endoftext|>"),
 }
+_TOOLS = (
+    "[AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
+)
+_MISTRAL_TOOLS = Family((*_MISTRAL, *_TOOLS.split()), "<s>", "</s>")
+_PHI_TOOLS = "<|tool|> <|/tool|> <|tool_call|> <|/tool_call|> <|tool_response|>"
+_CALLS = "calls▁begin calls▁end call▁begin call▁end sep output▁begin output▁end"
+_DEEPSEEK = ["begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant"]
+_DEEPSEEK += [f"tool▁{name}" for name in _CALLS.split()]
+_DEEPSEEK = [f"<｜{name}｜>" for name in _DEEPSEEK]
+TOOL_FAMILIES = {
+    "llama3.1": _LLAMA3,
+    **dict.fromkeys(("qwen2.5-tools", "qwen3", "qwen3-2507"), _QWEN),
+    **dict.fromkeys(("mistral-nemo", "mistral-7b-v0.3"), _MISTRAL_TOOLS),
+    "phi4-mini": Family(
+        (*PHI, *_PHI_TOOLS.split()),
+        "<|endoftext|>",
+        "<|endoftext|>",
+        reply_end="<|end|>",
+    ),
+    "deepseek": Family(_DEEPSEEK, *_DEEPSEEK[:2]),
+}
+TOOL_CHATS = Path(__file__).parents[1] / "cases" / "tool_chats.jsonl"

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from data.chat.chat_template import open_template
-from data.chat.conversation import Conversation
 from data.text.corpus import prepare
 from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
@@ -30,6 +29,7 @@ from tasks.generation import restored_parameters
 from tasks.text import TextRun
 from tests.cases import pairs
 from tests.data.test_tokenizer import make_hugging_face
+from tests.small import chats
 from tests.small.agents import drawn
 from tests.small.runs import files, small_config, small_flags
 from tests.tools import hf_models
@@ -231,13 +231,13 @@ def test_a_chat_goes_on_with_what_was_said(tmp_path):
             stub.tokens = [*tokenizer.encode(f" {reply} "), stop_token, 50, 50]
             text = "".join(writer.write(None, f" {user}\n", number))
             assert text == f" {reply} "
-            talk = Conversation("Be brief.", tuple(said[: number + 1]))
-            (trained,) = template.documents(talk.messages)
+            talk = chats.talk("Be brief.", *said[: number + 1])
+            (trained,) = template.documents(talk)
             answer = len(tokenizer.encode(reply)) + 2  # <|im_end|> and a newline
             assert stub.prompts[-1] == trained.tokens[:-answer].tolist()
         assert stub.asked[-1] == (2, 20, 3, [0, 2, 3])
         assert stub.held is writer.chat.held
-        assert writer.chat and writer.chat.messages == talk.messages[1:]
+        assert writer.chat and writer.chat.messages == talk[1:]
 
 
 def test_lines_of_a_chat_are_turns_until_an_empty_one(

@@ -103,6 +103,26 @@ def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
     assert not (tmp_path / "nothing").exists()
 
 
+def test_conversations_are_shown_with_what_is_learned(tmp_path, capsys):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    lines = [{"q": f"Q{n}", "completion": "A\x1b" * 900 * n} for n in range(3)]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    arguments = [str(source), "--output", str(out), "--context-tokens", "3000"]
+    arguments += ["--fields", "prompt=q", "--bad-rows", "skip"]
+    assert prepare_chat.main([*arguments, "--show", "2"]) == 0
+    shown = capsys.readouterr().out.split("\n\n")
+    assert (
+        r"USER: Q1 ASSISTANT:⟦ A\x1bA" in shown[0] and "[… 806 letters …]" in shown[0]
+    )
+    assert shown[0].endswith(r"A\x1b<end>⟧") and shown[1].startswith("conversation 2:")
+    arguments[2] = str(tmp_path / "none")
+    assert prepare_chat.main([*arguments, "--show", "0"]) == 0
+    assert "⟧" not in capsys.readouterr().out
+    for wrong, near in ("promt=q", "is read: prompt"), ("x", "is read: id, messages, "):
+        assert prepare_chat.main([*arguments, "--fields", wrong]) != 0
+        assert near in capsys.readouterr().err
+
+
 def test_a_tokenizers_own_template_is_taken_and_kept(tmp_path, capsys):
     """And refuses conversations, each with its name; but another may be named."""
     make_hugging_face(tmp_path / "tokenizer.json", QWEN)
