@@ -93,12 +93,14 @@ class Row:
       the first of them.
     split: as of `InputFile`.
     unread: how often there was what is not read, by its name.
+    turns: of all paths, what they share once.
     """
 
     where: str
     paths: tuple[Conversation, ...]
     split: str | None = None
     unread: Mapping[str, int] = field(default_factory=dict)
+    turns: int = 0
 
     @property
     def text(self) -> str:
@@ -184,7 +186,7 @@ def _parse(row: Mapping[str, Any], where: str, split: str | None) -> Row | BadRo
             conversations.append(conversation)
     if not conversations:
         raise ValueError("no reply of the assistant to learn")
-    return Row(where, tuple(conversations), split, unread)
+    return Row(where, tuple(conversations), split, unread, len(seen))
 
 
 def _unread(

@@ -132,6 +132,7 @@ class ChatEncoder:
                 counts.divided.add(BadRow(row.where, self._why_divided))
             documents += joined
         counts.apart += kept
+        counts.turns += row.turns
         lost = sum(text.tokens.size for text in whole) - kept
         if documents and lost:
             counts.cut.add(BadRow(row.where, self._why_cut))

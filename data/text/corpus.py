@@ -75,7 +75,8 @@ class Summary(Counts):
                 line += f" in {writer.spans[split]:,} spans"
             lines.append(line)
         rows = self.rows + self.skipped.total()
-        counted = f"{self.rows:,} {self.counted} of {rows:,} rows"
+        turns = f", {self.turns:,} turns" if self.turns else ""
+        counted = f"{self.rows:,} {self.counted} of {rows:,} rows{turns}"
         lines += [counted] * bool(self.counted)
         lines += [str(writer.sources)] * bool(writer.sources)
         tokenizer = writer.tokenizer

@@ -94,7 +94,7 @@ def test_bad_chats_end_the_program_or_are_told_and_skipped(tmp_path, capsys):
     where = ("2 (id r1), turn 1", "3 (id r2)", "5 (id r4), turn 2", "6 (id r5)")
     for line, place in zip(printed.err.splitlines(), where, strict=True):
         assert line.startswith(f"skipped {source}:{place}: ")
-    assert "2 conversations of 6 rows" in printed.out
+    assert "2 conversations of 6 rows, 10 turns" in printed.out
     assert "skipped: 1, no reply within the context; first " in printed.out
     source.write_text(json.dumps(bad[1]))
     arguments[2] = str(tmp_path / "nothing")

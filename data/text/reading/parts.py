@@ -40,7 +40,7 @@ from data.text.tokens.tokenizer import Tokenizer
 # Encoded together: enough for every core, and little enough to hold in memory.
 CHARACTERS_AT_A_TIME = 1 << 20
 ROWS_AT_A_TIME = 1 << 10
-PART_VERSION = 3
+PART_VERSION = 4
 SPLIT_CODES = {None: -1, "train": 0, "validation": 1}
 """Splits of documents in a part; -1: the mark decides."""
 
@@ -74,6 +74,7 @@ class Counts:
     cut: rows that are too long, of which a part is lost.
     lost: tokens of these parts.
     divided: rows that are several trees, as one would be too long.
+    turns: of conversations.
     apart: tokens that trees would have as documents of their own; 0: not counted.
     weighted: rows whose tokens may have weights other than 0 and 1.
     markup: documents with markup that is learned as text.
@@ -88,6 +89,7 @@ class Counts:
     cut: Skipped = field(default_factory=Skipped)
     lost: int = 0
     divided: Skipped = field(default_factory=Skipped)
+    turns: int = 0
     apart: int = 0
     weighted: int = 0
     markup: Skipped = field(default_factory=Skipped)
