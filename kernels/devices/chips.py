@@ -31,7 +31,8 @@ class Chip:
       matrix_units: of a core, units of 128 x 128 bfloat16 products a cycle; 0 where no
         schedule is read. v4 and v5p have two cores. A v6e has 2 units of 256 x 256 and
         counts 16: they take two rows a cycle, as heads of 256 fill as many slots as
-        those of 128, and with one row the peak would need a clock of 3.5 GHz.
+        those of 128, and with one row the peak would need a clock of 3.5 GHz. A core
+        of TPU7x is counted alike, for a clock of 2.2 GHz.
       link_latency: seconds before the first byte of a transfer; 0 if not published.
       sparse_cores: whether the compiler lets SparseCores run collectives; it does not
         on v4 and earlier chips.
@@ -75,7 +76,7 @@ CHIPS = (
     ),
     # docs.cloud.google.com/tpu/docs/tpu7x, per chip 2307 TFLOP/s, 192 GiB, 7380 GB/s,
     # 1200 GB/s both ways over 6 links.
-    Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9, sparse_cores=True),
+    Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9, 16, True),
     # torchtitan's table of peaks; NVLink 3: 600 GB/s both ways. Only the SXM board: the
     # PCIe board has slower memory and no switch.
     Chip("A100 80GB", ("NVIDIA A100-SXM4-80GB",), 312e12, 80 * GB, 2039e9, 300e9),
