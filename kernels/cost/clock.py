@@ -59,7 +59,7 @@ CYCLES = {
     "TPU v5e": {"forward": (3877, 740, 172, 2120), "backward": (8711, 437, 634, 1945)},
     "TPU v5p": {"forward": (3909, 721, 203, 2150), "backward": (8971, 431, 471, 1962)},
     "TPU v6e": {"forward": (1831, 229, 249, 1900), "backward": (4340, 310, 261, 1894)},
-    "TPU7x": {"forward": (1836, 229, 249, 1900), "backward": (3880, 310, 261, 1894)},
+    "TPU7x": {"forward": (1791, 229, 249, 1900), "backward": (3681, 310, 261, 1894)},
 }
 """Cycles: full tile; per-program overhead; extra for a diagonal tile; extra for any
 other partial tile. From results/tpu/kernel_parts.json, made at 43b984f, where overhead

@@ -108,3 +108,28 @@ def measured(chip: Chip) -> Chip:
     """Returns a chip with links as they were measured, if they were."""
     latency, rate = LINKS.get(chip.name, (0.0, chip.interconnect_bytes_per_second))
     return replace(chip, link_latency=latency, interconnect_bytes_per_second=rate)
+
+
+STALLS = {
+    "TPU v5p": {"forward": ((2**14, 1.15), (0, 1.38))},
+    "TPU v6e": {"forward": ((2**14, 1.23), (0, 1.35))},
+    "TPU7x": {"forward": ((0, 1.25),), "backward": ((0, 1.30),)},
+}
+"""Seconds of a kernel over its static bundles: by direction, and from how many keys.
+
+tokamax's own kernels, causal, heads of 128: times in the records of its wheel 0.0.17,
+bundles as tools/tpu_schedule.py counts them (results/2026-11-29-stalls.md). Ours have
+not run on a TPU."""
+
+
+def stall(chip: Chip, direction: str, keys: int) -> float | None:
+    """Returns a factor on the seconds of a chip's kernels; None if nobody measured it.
+
+    direction: "forward", or "backward", for which the forward's is taken where it alone
+      was measured. keys: of a ring step.
+    """
+    known = STALLS.get(chip.name)
+    if known is None:
+        return None
+    steps = known.get(direction, known["forward"])
+    return next(factor for least, factor in steps if keys >= least)
