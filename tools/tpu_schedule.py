@@ -173,7 +173,7 @@ def candidates(tile: Tile, tried: dict[str, tuple[int, ...]]) -> list[TpuBlocks 
     """
     if not tried:
         return [None]
-    current = TABLES[tile.direction][tile.soft_cap is not None][tile.chip]
+    current = tile.own_blocks()
     fitting = [current]
     for numbers in itertools.product(*tried.values()):
         blocks = dataclasses.replace(current, **dict(zip(tried, numbers, strict=True)))

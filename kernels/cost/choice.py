@@ -1,6 +1,7 @@
 """Chooses the layout in which a ring's rows should take the least time."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -42,12 +43,28 @@ class Choice(NamedTuple):
     seconds: float = 0.0
 
 
-def known_chip(kind: str) -> Chip:
-    """Returns the chip of a kind of device; an H200 for one that is not in the table.
+ASSUMED = "H200"
+"""The chip that devices are taken for that are in no table."""
 
-    With links as they were measured, where they were.
+
+@functools.cache  # so that it is logged once
+def known_chip(kind: str) -> Chip:
+    """Returns the chip of a kind of device, with links as measured, where they were.
+
+    For a kind that is not in the table another chip's, which is logged.
     """
-    return measured(find(kind) or next(chip for chip in CHIPS if chip.name == "H200"))
+    chip = find(kind)
+    if chip is None:
+        if kind != "cpu":  # whose devices stand in for others
+            logging.getLogger(__name__).warning(
+                "%s is not in the table of chips: layouts are chosen, and seconds "
+                "estimated, as for the %s; name the layout, or add a row to "
+                "kernels/devices/chips.py",
+                kind,
+                ASSUMED,
+            )
+        chip = next(chip for chip in CHIPS if chip.name == ASSUMED)
+    return measured(chip)
 
 
 def slower_links(chip: Chip, times: float) -> Chip:

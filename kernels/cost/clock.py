@@ -59,11 +59,13 @@ CYCLES = {
     "TPU v5e": {"forward": (3877, 740, 172, 2120), "backward": (8711, 437, 634, 1945)},
     "TPU v5p": {"forward": (3909, 721, 203, 2150), "backward": (8971, 431, 471, 1962)},
     "TPU v6e": {"forward": (1831, 229, 249, 1900), "backward": (4340, 310, 261, 1894)},
+    "TPU7x": {"forward": (1791, 229, 249, 1900), "backward": (3681, 310, 261, 1894)},
 }
 """Cycles: full tile; per-program overhead; extra for a diagonal tile; extra for any
 other partial tile. From results/tpu/kernel_parts.json, made at 43b984f, where overhead
 is begin + end, a diagonal tile has 10 live sub-tiles of 16, and partial tiles include
-masks and (forward) the sums that their programs begin with."""
+masks and (forward) the sums that their programs begin with. Of TPU7x only the full tile
+is its own (tools/tpu_schedule.py): the rest is v6e's, whose matrix units it has."""
 
 ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
 """Share of the peak of kernels of other chips: those of results/2026-11-27-h100.md, of
@@ -79,7 +81,7 @@ SMALL = {"forward": 9e-6, "backward": 11e-6}
 MOST_STEPS = 64
 """Ring steps that are looked at."""
 
-COLUMNS = {"TPU v6e": 256}
+COLUMNS = {"TPU v6e": 256, "TPU7x": 256}
 """Columns of a matrix unit, if not LANES: heads that are wider take several passes."""
 
 

@@ -31,7 +31,8 @@ class Chip:
       matrix_units: of a core, units of 128 x 128 bfloat16 products a cycle; 0 where no
         schedule is read. v4 and v5p have two cores. A v6e has 2 units of 256 x 256 and
         counts 16: they take two rows a cycle, as heads of 256 fill as many slots as
-        those of 128, and with one row the peak would need a clock of 3.5 GHz.
+        those of 128, and with one row the peak would need a clock of 3.5 GHz. A core
+        of TPU7x is counted alike, for a clock of 2.2 GHz.
       link_latency: seconds before the first byte of a transfer; 0 if not published.
       sparse_cores: whether the compiler lets SparseCores run collectives; it does not
         on v4 and earlier chips.
@@ -75,7 +76,7 @@ CHIPS = (
     ),
     # docs.cloud.google.com/tpu/docs/tpu7x, per chip 2307 TFLOP/s, 192 GiB, 7380 GB/s,
     # 1200 GB/s both ways over 6 links.
-    Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9, sparse_cores=True),
+    Chip("TPU7x", ("TPU7x",), 1153.5e12, 96 * GIB, 3690e9, 100e9, 16, True),
     # torchtitan's table of peaks; NVLink 3: 600 GB/s both ways. Only the SXM board: the
     # PCIe board has slower memory and no switch.
     Chip("A100 80GB", ("NVIDIA A100-SXM4-80GB",), 312e12, 80 * GB, 2039e9, 300e9),
@@ -107,3 +108,28 @@ def measured(chip: Chip) -> Chip:
     """Returns a chip with links as they were measured, if they were."""
     latency, rate = LINKS.get(chip.name, (0.0, chip.interconnect_bytes_per_second))
     return replace(chip, link_latency=latency, interconnect_bytes_per_second=rate)
+
+
+STALLS = {
+    "TPU v5p": {"forward": ((2**14, 1.15), (0, 1.38))},
+    "TPU v6e": {"forward": ((2**14, 1.23), (0, 1.35))},
+    "TPU7x": {"forward": ((0, 1.25),), "backward": ((0, 1.30),)},
+}
+"""Seconds of a kernel over its static bundles: by direction, and from how many keys.
+
+tokamax's own kernels, causal, heads of 128: times in the records of its wheel 0.0.17,
+bundles as tools/tpu_schedule.py counts them (results/2026-11-29-stalls.md). Ours have
+not run on a TPU."""
+
+
+def stall(chip: Chip, direction: str, keys: int) -> float | None:
+    """Returns a factor on the seconds of a chip's kernels; None if nobody measured it.
+
+    direction: "forward", or "backward", for which the forward's is taken where it alone
+      was measured. keys: of a ring step.
+    """
+    known = STALLS.get(chip.name)
+    if known is None:
+        return None
+    steps = known.get(direction, known["forward"])
+    return next(factor for least, factor in steps if keys >= least)

@@ -38,7 +38,7 @@ from tests.support.steps import PASSES, StepCase
 from tools.lib.compiled.hlo import TRANSFER, Program
 from tools.lib.compiled.pods import compile_for, tpu_devices
 
-CHIPS = "v4", "v5e", "v5p", "v6e"
+CHIPS = "v4", "v5e", "v5p", "v6e", "tpu7x"
 LENGTHS = 1024, 4096, 32768, 131072
 BACKEND = IMPLEMENTATIONS["pallas_tpu"]
 TOKENS = 2048

@@ -20,7 +20,14 @@ from kernels.devices.torus import wraps
 from tests.cases import pairs
 from tools.lib.compiled.hlo import Program
 from tools.lib.compiled.hlo_text import arrays
-from tools.lib.compiled.pods import PODS, aot_pod, compile_for, device_kind, tpu_devices
+from tools.lib.compiled.pods import (
+    PODS,
+    aot_pod,
+    compile_for,
+    device_kind,
+    known_topologies,
+    tpu_devices,
+)
 from tools.lib.planning.roofline import Roofline, Work
 
 HLO = Path(__file__).parents[1] / "fixtures/hlo"
@@ -225,13 +232,17 @@ def test_what_cannot_be_described_is_refused(asked, said):
 
 
 NO_TOPOLOGY = "h200:1x9 h200:1x1x8 h100:2x2x8 v5p-99999 v5p b200 v5e:16x32 v5e:2x2x2"
-NO_TOPOLOGY += " v4:16x16x32 v4:2x2 v5e:02x2 v5p-100 v5p-3 v5litepod-1"
+NO_TOPOLOGY += " v6:2x2 tpu7x-7 v4:16x16x32 v4:2x2 v5e:02x2 v5p-100 v5p-3 v5litepod-1"
 
 
 @pytest.mark.parametrize("name", NO_TOPOLOGY.split())
-def test_what_is_no_topology_is_refused_with_those_that_are(name):
-    with pytest.raises(ValueError, match="must be one of "):
+def test_what_is_no_topology_is_refused_with_some_that_are(name):
+    with pytest.raises(ValueError, match=f"topology='{name}' must be ") as caught:
         aot_pod(name)
+    remedy = str(caught.value).partition(" must be ")[2]
+    shown = re.findall(r"[a-z]\w+:\d+x[\dx]+", remedy)
+    assert shown and len(str(caught.value)) < 250
+    assert all(name in sum(known_topologies().values(), []) for name in shown)
 
 
 def test_missing_compiler_is_named_with_its_requirements(monkeypatch):

@@ -10,6 +10,7 @@ import jax
 import ml_collections
 import pytest
 
+from kernels.devices import chips
 from models.flops import num_matrix_parameters, paper_train_flops, train_flops
 from models.sizes import LanguageModelConfig
 from tasks.layout_choice import typical_rows
@@ -105,6 +106,17 @@ def test_work_and_estimate_are_of_one_causal_document(plan):
     for part in ("products", "elementwise", "small", "step"):
         assert getattr(plan.at_cycles, part) > getattr(plan.estimate, part) > 0
     assert plan.at_cycles.attention == plan.estimate.attention
+    assert plan.with_stalls is None  # nobody measured a v5e's
+
+
+@pytest.mark.thorough
+def test_measured_stalls_lengthen_attention_alone(step, compiled, plan, monkeypatch):
+    monkeypatch.setitem(chips.STALLS, "TPU v5e", {"forward": ((0, 1.5),)})
+    with mock.patch.object(Step, "compile", lambda step: compiled):
+        stalled = Plan.of(step).with_stalls
+    before = plan.at_cycles
+    assert stalled.attention == pytest.approx(1.5 * before.attention)
+    assert (stalled.products, stalled.small) == (before.products, before.small)
 
 
 @pytest.mark.thorough

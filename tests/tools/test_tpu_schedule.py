@@ -7,8 +7,18 @@ import pytest
 from kernels.backends.tpu.block_sizes import TpuBlocks
 from tools import tpu_schedule
 from tools.lib.compiled.bundles import Body, Span, bodies, read_schedule, tile_body
+from tools.lib.compiled.pods import PODS
 from tools.lib.compiled.tile_program import Tile
 from tools.tpu_schedule import Measurement, measure
+
+
+@pytest.mark.parametrize("cap", [None, 50.0])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_table_has_blocks_of_every_chip(direction, cap):
+    for chip in PODS:
+        tile = Tile(chip, direction, 1024, 1024, 128, "bfloat16", 1, 4096, cap)
+        assert tile.own_blocks().block_k >= 512
+
 
 UTILIZATION = """== CAPACTIY:
 MXU, XLU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL

@@ -266,6 +266,18 @@ def test_known_kinds_have_their_published_peak_and_others_nothing():
         assert chips.find(kind) is None
 
 
+def test_stalls_are_by_chip_direction_and_keys():
+    v5p, v6e, v7x = (chips.find(kind) for kind in ("TPU v5", "TPU v6 lite", "TPU7x"))
+    for chip, direction, keys, factor in (
+        (v5p, "forward", 16_384, 1.15),
+        (v5p, "forward", 16_383, 1.38),
+        (v6e, "backward", 65_536, 1.23),  # of the forward: its own is not known
+        (v7x, "backward", 512, 1.3),
+        (chips.find("TPU v4"), "forward", 16_384, None),
+    ):
+        assert chips.stall(chip, direction, keys) == factor
+
+
 def test_options_are_those_that_the_chip_can_follow():
     """Collectives of parameters run beside the compute, where they can."""
     offload = "TPU v5p", "TPU v6e", "TPU7x"
@@ -282,8 +294,8 @@ def test_tpu_rows_are_near_the_compilers_own(kind, version, cores, hertz):
     """JAX's rounded table differs by up to 14 %; half a chip would differ by 100 %."""
     chip = chips.find(kind)
     assert chip.name == f"TPU {version}".replace("TPU 7x", "TPU7x")
-    if hertz is not None:  # a core starts a bundle a cycle
-        assert chip.bundles_per_second == pytest.approx(cores * hertz, rel=3e-3)
+    # A core starts a bundle a cycle.
+    assert chip.bundles_per_second == pytest.approx(cores * hertz, rel=3e-3)
     # JAX's numbers are those of one TensorCore.
     info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), cores)
     for ours, theirs, tolerance in (

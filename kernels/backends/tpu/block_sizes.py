@@ -120,6 +120,7 @@ TPU_FORWARD = {
     "v5e": TpuBlocks(1024, 1024, 512, 128, 1, 2, 1, 2),
     "v5p": TpuBlocks(1024, 1024, 1024, 128, 2, 2, 2, 2),
     "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1, 3, 2),
+    "7x": TpuBlocks(1024, 1024, 1024, 256, 1, 2, 3, 2),
 }
 
 TPU_BACKWARD = {
@@ -128,7 +129,7 @@ TPU_BACKWARD = {
     "v5e": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, 2),
     "v5p": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, 2),
     "v6e": TpuBlocks(1024, 1024, 512, 1024, 1, 0, 2, has_lp_scheduler=True),
-    "7x": TpuBlocks(1024, 1024, 1024, 1024, 0, 0, 2, has_lp_scheduler=True),
+    "7x": TpuBlocks(1024, 1024, 512, 1024, 0, 0, 2, has_lp_scheduler=True),
 }
 
 # The same under a soft cap, found with --soft-cap 50 among a dozen candidates a chip.

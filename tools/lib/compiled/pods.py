@@ -6,6 +6,7 @@ attached, or JAX looks for one.
 """
 
 import dataclasses
+import difflib
 import importlib.util
 import math
 import os
@@ -277,8 +278,12 @@ def known_topologies() -> dict[str, list[str]]:
     return known
 
 
-CLOUD_NAMES = re.compile(r"(v3|v4|v5p|v5litepod|v5e|v6e)-([1-9]\d*)")
-"""Names of Google Cloud: TensorCores of v3, v4 and v5p, chips of the others."""
+CLOUD_NAMES = re.compile(r"(v3|v4|v5p|v5litepod|v5e|v6e|tpu7x|v7x)-([1-9]\d*)")
+"""Names of Google Cloud: chips of v5e and v6e, TensorCores of the others."""
+OTHER_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
+"""Names that clouds have for chips, and ours."""
+SHOWN = 6
+"""Topologies of a chip that an error lists."""
 
 
 def aot_pod(name: str) -> Pod:
@@ -288,13 +293,14 @@ def aot_pod(name: str) -> Pod:
       hosts and GPUs of each, "h200:4x8".
 
     Raises:
-      ValueError: there is no such topology; the message lists those there are.
+      ValueError: there is no such topology; the message has the nearest, and some.
       ModuleNotFoundError: the compiler for it is not installed.
     """
     known = known_topologies()
-    asked = name
+    refusal = _no_topology(name, known)
+    name = name.lower()
     if cloud := CLOUD_NAMES.fullmatch(name):
-        chip = cloud[1].replace("v5litepod", "v5e")
+        chip = OTHER_NAMES.get(cloud[1], cloud[1])
         cores = 2 if chip in ("v4", "v5p") else PODS[chip].devices_per_chip
         by_cores = {}
         for topology in known[chip]:
@@ -302,8 +308,8 @@ def aot_pod(name: str) -> Pod:
             by_cores[cores * math.prod(map(int, shape.split("x")))] = shape
         name = f"{chip}:{by_cores.get(int(cloud[2]), '')}"
     chip, _, shape = name.partition(":")
-    names = ", ".join(known.get(chip) or sum(known.values(), []))
-    refusal = f"topology={asked!r} must be one of {names}"
+    chip = OTHER_NAMES.get(chip, chip)
+    name = f"{chip}:{shape}"
     if chip not in known or re.fullmatch(r"\d+(x\d+)+", shape) is None:
         raise ValueError(refusal)
     if chip in GPUS:
@@ -317,3 +323,24 @@ def aot_pod(name: str) -> Pod:
         return Pod(name, tpu_devices(name))
     except ValueError as error:
         raise ValueError(refusal) from error
+
+
+def _no_topology(asked: str, known: dict[str, list[str]]) -> str:
+    """Says that there is no such topology, and what to name instead."""
+    words = re.split("[:-]", asked.lower())
+    chip = OTHER_NAMES.get(words[0], words[0])
+    if chip not in known:
+        near = difflib.get_close_matches(chip, known, n=1, cutoff=0.5)
+        nearest = f"; the nearest is {known[near[0]][0]}" if near else ""
+        return (
+            f"topology={asked!r} must be a chip of {', '.join(known)} and its shape, "
+            f"as v5e:2x4, or hosts and GPUs of each, as h200:1x8{nearest}"
+        )
+    some = known[chip][:SHOWN]
+    near = difflib.get_close_matches(f"{chip}:{words[-1]}", known[chip], n=1)
+    if near and near[0] not in some:
+        some.append(near[0])
+    last = known[chip][-1]
+    return (
+        f"topology={asked!r} must be {', '.join(some)} or another shape of up to {last}"
+    )

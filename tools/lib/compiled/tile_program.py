@@ -76,6 +76,11 @@ class Tile:
         """Name of our kernel for it."""
         return f"flash_{self.direction}"
 
+    def own_blocks(self) -> TpuBlocks:
+        """Returns the table's blocks, whose chips have JAX's names ("7x")."""
+        table = TABLES[self.direction][self.soft_cap is not None]
+        return table[self.chip.removeprefix("tpu")]
+
 
 def make_program(
     tile: Tile, blocks: TpuBlocks | None
@@ -93,9 +98,8 @@ def make_program(
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     options = {"scale": tile.head_dim**-0.5, "soft_cap": tile.soft_cap}
     if blocks is None:
-        table = TABLES[tile.direction][tile.soft_cap is not None][tile.chip]
         size = {"stacked_rows": tile.block_q, "block_k": tile.block_k}
-        blocks = dataclasses.replace(table, **size)
+        blocks = dataclasses.replace(tile.own_blocks(), **size)
     backend = launch.Launch(blocks=blocks)
     if tile.direction == "forward":
         return partial(backend.forward, **options), (q, k, k, bound, bound)

@@ -57,8 +57,13 @@ class Attention:
     ways: int = 1
 
     @classmethod
-    def of(cls, run: Run, chip: Chip, program: Program) -> "Attention":
-        """Estimates both for a run on a mesh of this chip."""
+    def of(
+        cls, run: Run, chip: Chip, program: Program, stalls: Mapping[str, float] = {}
+    ) -> "Attention":
+        """Estimates both for a run on a mesh of this chip.
+
+        stalls: factors on the kernels' seconds, by direction; 1 where there is none.
+        """
         config = run.config
         counts = program.kernels()
         if not counts:
@@ -70,7 +75,8 @@ class Attention:
         passes = ring_passes(run, chip)
         for times, ring, direction, each in passes:
             window = ring.sequence.row.window
-            spent[direction, window] += times * each.kernels
+            kernels = each.kernels * stalls.get(direction, 1.0)
+            spent[direction, window] += times * kernels
             areas[direction] += times * ring.area
             layers[window] += times * (direction == "backward")
             outlasting += times * each.outlasting

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.devices.chips import Chip, measured
+from kernels.cost.clock import PRODUCTS
+from kernels.devices.chips import Chip, measured, stall
+from tasks.run import Run
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.estimate import (
@@ -54,7 +56,8 @@ class Plan:
     unknown_loops: loops with collectives and unknown trip count, counted once.
     documents: those packed in a row (see `typical_rows`); none for one document.
     estimate: the least that it takes. at_cycles: at XLA's own cycles, and on links as
-      they were measured.
+      they were measured. with_stalls: and kernels that wait as others' were measured
+      to; None where nobody measured the chip's.
     compile_seconds, planner_bytes: wall-clock time and peak memory on this machine.
     """
 
@@ -79,6 +82,7 @@ class Plan:
     compile_seconds: float
     planner_bytes: int
     documents: tuple[int | str, ...] = ()
+    with_stalls: Estimate | None = None
 
     @classmethod
     def of(cls, step: Step) -> "Plan":
@@ -99,8 +103,10 @@ class Plan:
         run = step.run
         config = run.config
 
-        def timed(chip: Chip, rate: float) -> tuple[Attention, Roofline, Estimate]:
-            attention = Attention.of(run, chip, program)
+        def timed(
+            chip: Chip, rate: float, stalls: Mapping[str, float] = {}
+        ) -> tuple[Attention, Roofline, Estimate]:
+            attention = Attention.of(run, chip, program, stalls)
             known = attention.by_name | synchronous_seconds(moved, chip)
             links = {}
             for collective in moved:
@@ -111,7 +117,11 @@ class Plan:
             return attention, roofline, estimated
 
         attention, roofline, bound = timed(chip, math.inf)
-        *_, at_cycles = timed(measured(chip), cycles_per_second(chip))
+        rate = cycles_per_second(chip)
+        *_, at_cycles = timed(measured(chip), rate)
+        with_stalls = None
+        if stalls := _stalls(run, chip):
+            *_, with_stalls = timed(measured(chip), rate, stalls)
         return cls(
             topology=step.pod.topology,
             device_kind=devices[0].device_kind,
@@ -131,6 +141,7 @@ class Plan:
             work=work,
             estimate=bound,
             at_cycles=at_cycles,
+            with_stalls=with_stalls,
             compile_seconds=seconds,
             planner_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             documents=step.documents,
@@ -150,9 +161,17 @@ class Plan:
         here = Environment.now(self.device_kind, self.devices)
         row["environment"] = dataclasses.asdict(here)
         row["memory"]["spare_share"] = self.memory.spare_share
-        for name in ("estimate", "at_cycles"):
-            row[name]["step"] = getattr(self, name).step
+        for name in ("estimate", "at_cycles", "with_stalls"):
+            if row[name] is not None:
+                row[name]["step"] = getattr(self, name).step
         return row
+
+
+def _stalls(run: Run, chip: Chip) -> dict[str, float]:
+    """Returns factors on a run's kernels by direction; {} if none were measured."""
+    keys = run.config.data.context_tokens // run.partition.ring_size
+    factors = {direction: stall(chip, direction, keys) for direction in PRODUCTS}
+    return {name: factor for name, factor in factors.items() if factor is not None}
 
 
 def kinds(

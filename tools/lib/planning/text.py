@@ -128,6 +128,8 @@ def _estimate_lines(plan: Plan) -> list[str]:
     columns = {"at least": plan.estimate}
     if plan.at_cycles != plan.estimate:  # as it is where XLA counts no cycles
         columns["XLA's cycles"] = plan.at_cycles
+    if plan.with_stalls:
+        columns["and stalls"] = plan.with_stalls
     tokens = plan.rows * plan.context_tokens
     of_device = tokens / plan.devices
     hours = 1e9 / tokens * plan.devices / 3600
