@@ -141,6 +141,7 @@ class Stub:
     """In the place of a generator: tokens that are given, whatever the prompt."""
 
     slots, rows, members, samples = 40, 2, 1, 1
+    vocab_size = 304
 
     def __init__(self, tokens: Sequence[int]):
         self.tokens, self.asked, self.prompts = tokens, [], []
@@ -212,6 +213,39 @@ def test_imported_weights_want_their_tokenizer_named(tmp_path):
     with pytest.raises(ValueError, match=said):
         find_tokenizer(config, None)
     assert find_tokenizer(config, "bytes").name == "bytes"
+
+
+def test_special_tokens_that_no_text_has_may_lie_beyond_the_models_rows(tmp_path):
+    """Gemma 3's tokenizer has one more id than its model of texts has rows."""
+    for is_special in (True, False):
+        path = make_hugging_face(tmp_path / f"{is_special}.json")
+        fields = json.loads(path.read_text())
+        image = fields["added_tokens"][0] | {
+            "content": "<image>",
+            "special": is_special,
+        }
+        image["id"] = rows = max(fields["model"]["vocab"].values()) + 1
+        fields["added_tokens"].append(image)
+        path.write_text(json.dumps(fields))
+        config = small_config("", tmp_path, model__vocab_size=rows)
+        if not is_special:
+            with pytest.raises(ValueError, match=f"have ids up to {rows}, but"):
+                find_tokenizer(config, str(path))
+            continue
+        tokenizer = find_tokenizer(config, str(path))
+        assert (
+            tokenizer.vocab_size == rows + 1 and tokenizer.largest_text_id == rows - 1
+        )
+        assert max(tokenizer.encode("<image>")) < rows
+        # But not where documents end with it.
+        tokenizer.stop_tokens = (rows,)
+        assert tokenizer.largest_text_id == rows
+    stub = Stub([])
+    stub.vocab_size = 116
+    writer = Writer(stub, ByteTokenizer(), max_tokens=2, seed=0)
+    with pytest.raises(ValueError, match="from 0 to 115, which the model has, got 116"):
+        writer.encode("t")
+    assert writer.encode("s")[0].tolist() == [115]
 
 
 def test_a_chat_goes_on_with_what_was_said(tmp_path):
