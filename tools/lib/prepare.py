@@ -165,7 +165,7 @@ def train_command(
         changes["train.validation_batches"] = 0
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     file = shlex.quote(f"{file}:{weights}" if weights else file)
-    program = f"{shlex.quote(_python())} train.py --config={file}"
+    program = f"{shlex.quote(interpreter())} train.py --config={file}"
     command = " \\\n    ".join([program, *map(shlex.quote, flags)])
     return "\n".join([*notes, f"train on it:\n  {command}"])
 
@@ -180,7 +180,7 @@ def _rows(config: ml_collections.ConfigDict, split: str) -> int:
         return 0
 
 
-def _python() -> str:
+def interpreter() -> str:
     """Returns what starts this interpreter."""
     if shutil.which("python") == sys.executable:
         return "python"
