@@ -12,28 +12,14 @@ import sys
 from collections.abc import Sequence
 
 from configs import exorl_tiny
-from data.agents.logs import log_files, pack_logs
-from data.agents.trajectory_file import TrajectoryFile
+from data.agents.logs import pack_logs
 from data.remote import as_path
+from data.text.reading.input_files import files_in
 from tasks.command_line import Parser, as_program
 from tools.lib.prepare import interpreter
 
-
-def train_command(file: TrajectoryFile) -> str:
-    """Returns the command that clones the best tenth of the steps."""
-    longest = int(file.lengths.max())
-    config = exorl_tiny.get_config("cartpole/bc")
-    whole = -(-longest // config.mesh.ring) * config.mesh.ring
-    flags = {
-        "workdir": f"runs/{file.directory.name}",
-        "data.trajectories": file.directory,
-        "agent.episode_steps": longest,
-        "data.context_tokens": config.agent.step_tokens * whole,
-    }
-    words = [f"--config.{name}={value}" for name, value in flags.items()]
-    words.insert(0, "--config=configs/exorl_tiny.py:cartpole/bc")
-    program = f"{shlex.quote(interpreter())} train.py"
-    return " \\\n    ".join([program, *map(shlex.quote, words)])
+CLONE = "cartpole/bc"
+"""Config of `exorl_tiny` that needs no environment."""
 
 
 @as_program
@@ -44,9 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("inputs", nargs="+", type=as_path, metavar="INPUT", help=".npz file or folder")
     add("--output", required=True, type=as_path, help="directory to write, a new one")
     chosen = parser.parse_args(arguments)
-    packed = pack_logs(log_files(chosen.inputs), chosen.output)
+    files = []
+    for path in chosen.inputs:
+        files += files_in(path, "*.npz") if path.is_dir() else [path]
+    packed = pack_logs(files, chosen.output)
     print(packed.describe())
-    print(f"train on it:\n  {train_command(packed)}")
+    longest = int(packed.lengths.max())
+    ring = exorl_tiny.get_config(CLONE).mesh.ring
+    tokens = 4 * -(-longest // ring) * ring
+    print(
+        f"train on it:\n  {interpreter()} train.py"
+        f" --config=configs/exorl_tiny.py:{CLONE} \\\n"
+        f"    --config.workdir={shlex.quote(f'runs/{chosen.output.name}')} \\\n"
+        f"    --config.data.trajectories={shlex.quote(str(chosen.output))} \\\n"
+        f"    --config.agent.episode_steps={longest} "
+        f"--config.data.context_tokens={tokens}"
+    )
 
 
 if __name__ == "__main__":

@@ -160,6 +160,16 @@ def test_of_one_text_the_end_is_held_out(tmp_path, fraction, share):
     assert TokenFile.open(tmp_path / "two", "train").starts.size == 2
 
 
+def test_a_text_beside_rows_of_splits_or_of_few_letters_is_not_divided(tmp_path):
+    rows = {f"{name}.jsonl": '{"text": "row"}' for name in ("train", "val")}
+    fill(tmp_path / "in", rows | {"notes.md": "word " * 99})
+    prepare([tmp_path / "in"], tmp_path / "out", ByteTokenizer())
+    assert read_both(tmp_path / "out") == [["word " * 99, "row"], ["row"]]
+    fill(tmp_path, {"few.md": "few"})
+    summary = prepare([tmp_path / "few.md"], tmp_path / "few", ByteTokenizer())
+    assert summary.writer.counts["validation"].documents == 0
+
+
 def test_one_text_divided_begins_and_ends_in_both_splits(tmp_path):
     path = make_hugging_face(tmp_path / "tokenizer.json", ("<s>", "</s>"))
     tokenizer = open_tokenizer(str(path))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.agents.episodes import BadEpisode, write_episode
-from data.agents.logs import log_files, pack_logs
+from data.agents.logs import pack_logs
 from tests.cases import pairs
 from tests.small.episodes import made_up
 from tools import pack_logs as program
@@ -31,7 +31,7 @@ def test_episodes_end_where_they_terminate_or_are_cut(tmp_path):
     last["observations"] = np.ones((5, 4))  # also of what follows the last action
     np.savez_compressed(tmp_path / "b.npz", **last)
     np.savez(tmp_path / "c.npz", **arrays(3, terminations=at(3, 2)))
-    file = pack_logs(log_files([tmp_path]), tmp_path / "packed")
+    file = pack_logs(sorted(tmp_path.glob("*.npz")), tmp_path / "packed")
     assert file.lengths.tolist() == [3, 3, 1, 2, 4, 3]
     assert file.terminated.tolist() == [True, True, False, False, False, True]
     assert "; 3 terminated, 3 cut\n" in file.describe()
@@ -40,11 +40,8 @@ def test_episodes_end_where_they_terminate_or_are_cut(tmp_path):
     np.testing.assert_array_equal(steps[:, 4:7], long["actions"])
     np.testing.assert_allclose(steps[:, 7], long["rewards"][:, 0], rtol=1e-6)
     np.testing.assert_array_equal(file.read(np.arange(9, 13))[:, :4], 1)
-    assert [source["file"] for source in file.index["sources"]] == [
-        "a.npz",
-        "b.npz",
-        "c.npz",
-    ]
+    names = [source["file"] for source in file.index["sources"]]
+    assert names == ["a.npz", "b.npz", "c.npz"]
 
 
 def test_files_of_exorls_names_need_no_physics(tmp_path):
@@ -63,6 +60,8 @@ def test_files_of_exorls_names_need_no_physics(tmp_path):
 
 
 CHANGES = {
+    "one": {"actions": np.array(0.5)},
+    "exorls": {"observation": np.zeros((7, 4))},
     "none": {"actions": np.zeros((0, 3))},
     "short": {"rewards": np.zeros(4)},
     "long": {"observations": np.zeros((7, 4))},
@@ -94,7 +93,7 @@ def test_the_program_prints_how_to_train(tmp_path, capsys):
     out = tmp_path / "arm"
     words = [str(tmp_path / "logs"), "--output", str(out)]
     assert program.main(words) == 1
-    assert "logs must be an .npz file, or a folder that has" in capsys.readouterr().err
+    assert f"no episodes were written to {out}" in capsys.readouterr().err
     np.savez(tmp_path / "logs/monday/1.npz", **arrays(7))
     np.savez(tmp_path / "logs/2.npz", **arrays(5))
     assert program.main(words) == 0
@@ -102,6 +101,5 @@ def test_the_program_prints_how_to_train(tmp_path, capsys):
     assert (
         "2 episodes of 5 to 7 steps, 12 steps" in printed and "0 terminated" in printed
     )
-    for flag in ("agent.episode_steps=7", "data.context_tokens=32"):
-        assert f"--config.{flag}" in printed
-    assert f"--config.data.trajectories={out}" in printed
+    words = "--config.agent.episode_steps=7 --config.data.context_tokens=32"
+    assert f"--config.data.trajectories={out} \\\n    {words}" in printed

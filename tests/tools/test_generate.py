@@ -217,29 +217,21 @@ def test_imported_weights_want_their_tokenizer_named(tmp_path):
 
 def test_special_tokens_that_no_text_has_may_lie_beyond_the_models_rows(tmp_path):
     """Gemma 3's tokenizer has one more id than its model of texts has rows."""
-    for is_special in (True, False):
-        path = make_hugging_face(tmp_path / f"{is_special}.json")
-        fields = json.loads(path.read_text())
-        image = fields["added_tokens"][0] | {
-            "content": "<image>",
-            "special": is_special,
-        }
-        image["id"] = rows = max(fields["model"]["vocab"].values()) + 1
-        fields["added_tokens"].append(image)
-        path.write_text(json.dumps(fields))
-        config = small_config("", tmp_path, model__vocab_size=rows)
+    path = make_hugging_face(tmp_path / "tokenizer.json")
+    fields = json.loads(path.read_text())
+    rows = max(fields["model"]["vocab"].values()) + 1
+    image = fields["added_tokens"][0] | {"id": rows, "content": "<image>"}
+    config = small_config("", tmp_path, model__vocab_size=rows)
+    for is_special in (False, True):
+        added = [*fields["added_tokens"], image | {"special": is_special}]
+        path.write_text(json.dumps(fields | {"added_tokens": added}))
         if not is_special:
             with pytest.raises(ValueError, match=f"have ids up to {rows}, but"):
                 find_tokenizer(config, str(path))
-            continue
-        tokenizer = find_tokenizer(config, str(path))
-        assert (
-            tokenizer.vocab_size == rows + 1 and tokenizer.largest_text_id == rows - 1
-        )
-        assert max(tokenizer.encode("<image>")) < rows
-        # But not where documents end with it.
-        tokenizer.stop_tokens = (rows,)
-        assert tokenizer.largest_text_id == rows
+    tokenizer = find_tokenizer(config, str(path))
+    assert tokenizer.vocab_size == rows + 1 and max(tokenizer.encode("<image>")) < rows
+    tokenizer.stop_tokens = (rows,)  # documents end with it
+    assert tokenizer.largest_text_id == rows
     stub = Stub([])
     stub.vocab_size = 116
     writer = Writer(stub, ByteTokenizer(), max_tokens=2, seed=0)
