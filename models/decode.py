@@ -80,6 +80,7 @@ class Generator:
     to_mesh: from an array of the host, (B, T), to the mesh.
     order: from T to the indices in layout order, (T,).
     divisor: T is a multiple of it.
+    vocab_size: rows of the embedding, which tokens are below.
     rows, slots: B and S. members: devices of the ring, which share out the slots.
     samples: of each prompt.
     block: tokens m that are appended at a time where a prompt goes on from a cache; 0:
@@ -93,6 +94,7 @@ class Generator:
     to_mesh: Callable[[np.ndarray], jax.Array]
     order: Callable[[int], np.ndarray]
     divisor: int
+    vocab_size: int
     rows: int
     slots: int
     members: int
@@ -125,10 +127,11 @@ class Generator:
                     f"prompt {number} must be integers (tokens,), got {prompt.dtype} "
                     f"{prompt.shape}"
                 )
-            if prompt.size and not 0 <= prompt.min() <= prompt.max() < EMPTY:
+            size = self.vocab_size
+            if prompt.size and not 0 <= prompt.min() <= prompt.max() < size:
                 raise ValueError(
-                    f"prompt {number} must be token ids from 0 on, got "
-                    f"{prompt.min()} to {prompt.max()}"
+                    f"prompt {number} must be token ids from 0 to {size - 1}, which "
+                    f"the model has, got {prompt.min()} to {prompt.max()}"
                 )
         lengths = [len(prompt) for prompt in prompts]
         if min(lengths) < 1:

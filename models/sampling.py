@@ -15,7 +15,7 @@ class Sampling:
     top_p: and among the fewest of them that have this probability together (nucleus
       sampling, 1904.09751); 1 for all.
     allowed_tokens: ids from here on are never drawn, as where a vocabulary is padded;
-      0 for all.
+      0, or more than the model has, for all of its own.
 
     Raises:
       ValueError: values out of these ranges.

@@ -132,6 +132,7 @@ def generator(
         to_mesh=to_mesh,
         order=lambda length: order(layout, ring_size, length),
         divisor=least,
+        vocab_size=sizes.vocab_size,
         rows=rows,
         slots=slots,
         members=members,

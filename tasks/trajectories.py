@@ -8,8 +8,8 @@ import ml_collections
 import numpy as np
 
 from data.agents import trajectory_file
-from data.agents.chains import split_episodes
-from data.agents.trajectory_file import TrajectoryFile, top_episodes
+from data.agents.chains import split_episodes, top_episodes
+from data.agents.trajectory_file import TrajectoryFile
 from data.remote import as_path
 from tasks.config_errors import names_fields
 

@@ -182,8 +182,8 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
     Prompts begin with a token of their own only where the corpus' documents do.
 
     Raises:
-      ValueError, FileNotFoundError: there is no such tokenizer or corpus, or it has
-        tokens that the model's vocabulary lacks; or nothing says which it is.
+      ValueError, FileNotFoundError: there is no such tokenizer or corpus, or its texts
+        have tokens that the model's vocabulary lacks; or nothing says which it is.
     """
     corpus = None
     if spec is None:
@@ -202,10 +202,10 @@ def find_tokenizer(config: ml_collections.ConfigDict, spec: str | None) -> Token
     if corpus and int(corpus.tokens[:1][0]) not in tokenizer.begin_of_document:
         tokenizer.begin_of_document = ()
     vocab_size = corpora.vocab_size(config)
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.largest_text_id >= vocab_size:
         raise ValueError(
-            f"the tokenizer {spec} has {tokenizer.vocab_size} tokens, but "
-            f"config.model.{vocab_size=}: give the tokenizer that the model was "
+            f"texts of the tokenizer {spec} have ids up to {tokenizer.largest_text_id},"
+            f" but config.model.{vocab_size=}: give the tokenizer that the model was "
             "trained with (--tokenizer, or --config.data.corpus)"
         )
     return tokenizer

@@ -60,7 +60,9 @@ def pack(dataset: Any, directory: Path, clip: bool = False) -> TrajectoryFile:
                 seen = flat(episode.observations)[: len(actions)]
             except ValueError as error:
                 raise ValueError(f"episode {number}: {error}") from error
-            writer.write(seen, actions, np.asarray(episode.rewards, np.float64))
+            rewards = np.asarray(episode.rewards, np.float64)
+            terminated = bool(episode.terminations[-1])
+            writer.write(seen, actions, rewards, terminated=terminated)
     return TrajectoryFile.open(directory)
 
 
@@ -78,15 +80,16 @@ def write(file: TrajectoryFile, name: str) -> Any:
     observed = file.observation_size
     for number in np.flatnonzero(file.worlds == file.worlds[0]):
         steps = file.read(np.arange(*file.offsets[number : number + 2]))
-        ended = np.arange(len(steps)) == len(steps) - 1
+        is_last = np.arange(len(steps)) == len(steps) - 1
+        terminated = file.terminated is not None and file.terminated[number]
         buffers.append(
             EpisodeBuffer(
                 id=int(number),
                 observations=np.concatenate([steps, steps[-1:]])[:, :observed],
                 actions=steps[:, observed : observed + file.action_size],
                 rewards=steps[:, -1],
-                terminations=np.zeros_like(ended),
-                truncations=ended,
+                terminations=is_last & terminated,
+                truncations=is_last & (not terminated),
             )
         )
     return minari.create_dataset_from_buffers(

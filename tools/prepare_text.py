@@ -5,8 +5,9 @@
     python -m tools.prepare_text src/ --pattern '*.py' --output CORPUS
 
 A file of rows (Parquet, Arrow, JSON, CSV) has one document in each, any other file is
-one document, and a directory is all files in it and below, or a data set of Hugging
-Face. Prints what was read and left out, and the command that trains on the corpus.
+one document, and a directory is all files in it and below, but of a data set of Hugging
+Face the tables alone. Prints what was read and left out, and the command that trains on
+the corpus.
 """
 
 import argparse
@@ -43,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **input_options(chosen),
     )
     print(summary)
-    print(train_command(chosen.output, tiny, chosen.weights, rows="packed"))
+    command = train_command(
+        chosen.output, tiny, chosen.weights, summary.holdout, rows="packed"
+    )
+    print(command)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,25 @@ def split_episodes(
     return {name: np.flatnonzero(np.isin(groups, part)) for name, part in parts.items()}
 
 
+def top_episodes(
+    returns: np.ndarray, lengths: np.ndarray, share: float = 0.1
+) -> np.ndarray:
+    """Returns the episodes of the highest returns, up to a share of all steps.
+
+    At least one: what behaviour cloning of the best 10 % (BC-10%) is trained on in the
+    Decision Transformer paper (2106.01345). Sorted from best to worst; of equal
+    returns, the later episode comes first, as there.
+
+    Raises:
+      ValueError: the share is not above 0 and up to 1.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"{share=} of the steps must be above 0, and up to 1")
+    best_first = np.argsort(returns, kind="stable")[::-1]
+    within = np.cumsum(lengths[best_first]) <= share * np.sum(lengths)
+    return best_first[: max(int(within.sum()), 1)]
+
+
 @dataclass(frozen=True, eq=False)
 class Chains:
     """Row k is a chain of distinct episodes of one world, drawn for every k, no end.

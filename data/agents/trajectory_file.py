@@ -40,6 +40,8 @@ FORMAT = PackedFormat(
     version=1,
     remedy="make them again: tools/pack_exorl.py, or tools/make_dark_room.py",
     make="python -m tools.pack_exorl, or tools.make_dark_room",
+    # How episodes ended is said of the same steps: a run that goes on has other files.
+    origin=("terminated",),
 )
 identify = FORMAT.identify
 # What NumPy's header takes for any array of three axes; it keeps room to grow.
@@ -102,6 +104,9 @@ class TrajectoryFile:
             columns = index["observation_size"] + index["action_size"] + targets
             columns += shared == 1
             counts = {shared * len(recorded), len(returns), len(worlds)}
+            for ended in index.get("terminated", []):
+                truth({"terminated": ended}, "terminated")
+            counts.add(len(index.get("terminated", returns)))
             fitting = len(counts) == 1 and recorded.size and std.min() >= 0
             if not fitting or not len(mean) == len(std) == index["observation_size"]:
                 raise ValueError("it contradicts itself")
@@ -169,10 +174,14 @@ class TrajectoryFile:
         """Describes the episodes and their returns in two lines."""
         lengths = self.lengths
         returns = self.returns
+        ends = ""
+        if self.terminated is not None:
+            ended = int(self.terminated.sum())
+            ends = f"; {ended:,} terminated, {len(lengths) - ended:,} cut"
         return (
             f"{len(lengths):,} episodes of {lengths.min()} to {lengths.max()} steps, "
             f"{lengths.sum():,} steps; returns {returns.min():.2f} to "
-            f"{returns.max():.2f}, mean {returns.mean():.2f}\n"
+            f"{returns.max():.2f}, mean {returns.mean():.2f}{ends}\n"
             f"written to {self.directory}"
         )
 
@@ -193,6 +202,12 @@ class TrajectoryFile:
         return np.diff(self.offsets)
 
     @property
+    def terminated(self) -> np.ndarray | None:
+        """Whether each episode ended by itself and was not cut; None: not known."""
+        ended = self.index.get("terminated")
+        return None if ended is None else np.array(ended, bool)
+
+    @property
     def observation_size(self) -> int:
         return self.index["observation_size"]
 
@@ -209,25 +224,6 @@ class TrajectoryFile:
     def action_repeat(self) -> int:
         """Steps of the environment for which each action is held."""
         return self.index.get("action_repeat", 1)
-
-
-def top_episodes(
-    returns: np.ndarray, lengths: np.ndarray, share: float = 0.1
-) -> np.ndarray:
-    """Returns the episodes of the highest returns, up to a share of all steps.
-
-    At least one: what behaviour cloning of the best 10 % (BC-10%) is trained on in the
-    Decision Transformer paper (2106.01345). Sorted from best to worst; of equal
-    returns, the later episode comes first, as there.
-
-    Raises:
-      ValueError: the share is not above 0 and up to 1.
-    """
-    if not 0 < share <= 1:
-        raise ValueError(f"{share=} of the steps must be above 0, and up to 1")
-    best_first = np.argsort(returns, kind="stable")[::-1]
-    within = np.cumsum(lengths[best_first]) <= share * np.sum(lengths)
-    return best_first[: max(int(within.sum()), 1)]
 
 
 class TrajectoryWriter(PackedWriter):
@@ -248,6 +244,7 @@ class TrajectoryWriter(PackedWriter):
         self.lengths: list[int] = []
         self.returns: list[list[float]] = []
         self.worlds: list[int] = []
+        self.terminated: list[bool] = []
         self._sizes: tuple[int, ...] = ()
         self._shared_by = 1
         # Observations less the first one, whose squares keep their digits.
@@ -269,6 +266,7 @@ class TrajectoryWriter(PackedWriter):
         *,
         target: np.ndarray | None = None,
         world: int = 0,
+        terminated: bool | None = None,
     ) -> None:
         """Appends an episode of T steps: (T, observation), (T, action) and (T,).
 
@@ -276,6 +274,8 @@ class TrajectoryWriter(PackedWriter):
           all episodes.
         target: what should have been done, in the form of the actions; for all episodes
           or none. world: number of the world that the episode is of, from 0.
+        terminated: whether the task was over at the end, and not cut there; for all
+          episodes or none.
 
         Raises:
           ValueError: the shapes are not these, or other sizes than in the episodes
@@ -309,6 +309,8 @@ class TrajectoryWriter(PackedWriter):
         self.lengths.append(len(rows))
         self.returns.append(rows[:, -count:].sum(axis=0, dtype=np.float64).tolist())
         self.worlds.append(int(world))
+        if terminated is not None:
+            self.terminated.append(terminated)
         self._sums += (observations - self._first).sum(axis=0)
         self._squares += ((observations - self._first) ** 2).sum(axis=0)
 
@@ -355,6 +357,7 @@ class TrajectoryWriter(PackedWriter):
             "lengths": self.lengths,
             "returns": np.array(self.returns).T.ravel().tolist(),
             **({"shared_by": shared} if shared > 1 else {"worlds": self.worlds}),
+            **({"terminated": self.terminated} if self.terminated else {}),
         }
 
 

@@ -4,12 +4,12 @@ A file is one document, or has one in each row (`FORMATS` of row_files.py). Ever
 document is followed by the tokenizer's end-of-document token, and preceded by the one
 that begins texts, if it has that. Which documents are held out for validation depends
 on what they say and on nothing else, so copies of one text never come to lie on both
-sides; unless files say themselves what is held out.
+sides; unless files say themselves what is held out. Of one lone text, the end is.
 """
 
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ import numpy as np
 from data.text.reading.holdout import Holdout
 from data.text.reading.input_files import Inputs, files_in, list_inputs
 from data.text.reading.parts import (
+    SPLIT_CODES,
     Counts,
     Encoded,
     PartMaker,
@@ -51,11 +52,13 @@ class Summary(Counts):
     writer: of the corpus.
     inputs: whose files were read, or left out; there may be none.
     counted: what its rows are called; "": documents, which are counted anyhow.
+    holdout: of the texts, with their tokens.
     """
 
     writer: TokenFileWriter
     inputs: Inputs = Inputs((), Skipped())
     counted: str = ""
+    holdout: Holdout = field(default_factory=Holdout)
 
     def left_out(self) -> list[str]:
         """Returns lines about the files, and about rows that were skipped."""
@@ -124,7 +127,8 @@ def write_corpus(
       least_held_out: characters to hold out of small corpora (see `Holdout`).
       on_bad_row: called with the first bad rows, which are skipped; None: one ends it.
       validation_fraction: share of characters to hold out (see `Holdout`), if no files
-        are held out. None: 2 %, and of small corpora up to 10 %.
+        are held out. None: 2 %, and of small corpora up to 10 %. One lone text without
+        weights is divided, and its end held out.
       workers: where it is made (see `make_parts`), on which no byte of it depends.
       chosen: `pattern` and `splits`, as of `list_inputs`.
 
@@ -135,7 +139,9 @@ def write_corpus(
     """
     holdout = Holdout(validation_fraction, least_held_out)
     listed = list_inputs(inputs, **chosen)
-    summary = Summary(writer=writer, inputs=listed, counted=rows.counted)
+    summary = Summary(
+        writer=writer, inputs=listed, counted=rows.counted, holdout=holdout
+    )
     arrays = []
     sources = []
     with parts_beside(writer.directory) as folder:
@@ -154,7 +160,13 @@ def write_corpus(
             writer.has_weights = summary.weighted > 0
             writer.add_sources(sources)
             cut = holdout.cut()
+            is_lone = holdout.is_alone and summary.rows == 1
             for encoded in chain.from_iterable(map(read_encoded, arrays)):
+                is_free = encoded.codes < 0
+                holdout.add_tokens(encoded.marks[is_free], encoded.lengths[is_free])
+                if is_lone and is_free.any() and not encoded.weights.size:
+                    share = holdout.share_by_position()
+                    encoded = _divided(encoded, share, writer.tokenizer)
                 _write(writer, cut, encoded)
     return summary
 
@@ -164,6 +176,24 @@ def _refuse_empty(summary: Summary, wanted: str, inputs: Sequence[Path]) -> NoRe
     where = ", ".join(map(str, inputs))
     why = "; ".join([read, *summary.left_out()])
     raise ValueError(f"there is no {wanted} in {where}: {why}")
+
+
+def _divided(encoded: Encoded, share: float, tokenizer: Tokenizer) -> Encoded:
+    """Returns one text as two documents: a share at its end is held out."""
+    tokens = encoded.tokens
+    begin = np.array(tokenizer.begin_of_document, tokens.dtype)
+    end = tokens[-1:]
+    held = round(share * (tokens.size - begin.size - 1))
+    if held < 1:
+        return encoded
+    trained_on = np.concatenate([tokens[: -held - 1], end])
+    held_out = np.concatenate([begin, tokens[-held - 1 :]])
+    return encoded._replace(
+        codes=np.array([SPLIT_CODES["train"], SPLIT_CODES["validation"]]),
+        marks=np.repeat(encoded.marks, 2),
+        lengths=np.array([trained_on.size, held_out.size]),
+        tokens=np.concatenate([trained_on, held_out]),
+    )
 
 
 def _write(writer: TokenFileWriter, cut: int, encoded: Encoded) -> None:

@@ -17,6 +17,7 @@ from data.text.tokens.published import open_tokenizer
 from data.text.tokens.token_file import TokenFile
 from data.text.tokens.tokenizer import ByteTokenizer
 from tests.cases import table
+from tests.data.test_tokenizer import make_hugging_face
 
 
 def fill(directory, texts):
@@ -142,6 +143,42 @@ def test_both_splits_get_a_text_where_two_differ():
     for fraction in 0, 1, -0.5, float("nan"):
         with pytest.raises(ValueError, match=f"validation_fraction={fraction} must be"):
             Holdout(fraction)
+
+
+@pytest.mark.parametrize("fraction, share", [(None, 0.1), (0.3, 0.3)])
+def test_of_one_text_the_end_is_held_out(tmp_path, fraction, share):
+    text = "".join(f"{number:05} " for number in range(5000))
+    fill(tmp_path / "in", {"a.txt": text})
+    options = {"validation_fraction": fraction}
+    prepare([tmp_path / "in"], tmp_path / "out", ByteTokenizer(), **options)
+    train, validation = read_both(tmp_path / "out")
+    assert train[0] + validation[0] == text
+    assert [len(train), len(validation[0])] == [1, share * len(text)]
+    # But a copy never comes to lie on both sides.
+    fill(tmp_path / "in", {"b.txt": text})
+    prepare([tmp_path / "in"], tmp_path / "two", ByteTokenizer(), **options)
+    assert TokenFile.open(tmp_path / "two", "train").starts.size == 2
+
+
+def test_a_text_beside_rows_of_splits_or_of_few_letters_is_not_divided(tmp_path):
+    rows = {f"{name}.jsonl": '{"text": "row"}' for name in ("train", "val")}
+    fill(tmp_path / "in", rows | {"notes.md": "word " * 99})
+    prepare([tmp_path / "in"], tmp_path / "out", ByteTokenizer())
+    assert read_both(tmp_path / "out") == [["word " * 99, "row"], ["row"]]
+    fill(tmp_path, {"few.md": "few"})
+    summary = prepare([tmp_path / "few.md"], tmp_path / "few", ByteTokenizer())
+    assert summary.writer.counts["validation"].documents == 0
+
+
+def test_one_text_divided_begins_and_ends_in_both_splits(tmp_path):
+    path = make_hugging_face(tmp_path / "tokenizer.json", ("<s>", "</s>"))
+    tokenizer = open_tokenizer(str(path))
+    tokenizer.begin_of_document = (0,)
+    fill(tmp_path, {"a.txt": "the cat sat on the mat " * 20})
+    prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer)
+    for split in "train", "validation":
+        tokens = TokenFile.open(tmp_path / "out", split).tokens[:].tolist()
+        assert (tokens[0], tokens[-1], tokens.count(0), tokens.count(1)) == (0, 1, 1, 1)
 
 
 def held_out(texts, least):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from data import packed, remote
-from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter, top_episodes
+from data.agents.chains import top_episodes
+from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.agents.trajectory_file import identify as identify_steps
 from data.files import refuse_existing
 from data.packed import StoredArray

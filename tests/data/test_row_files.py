@@ -255,7 +255,7 @@ def test_a_dictionary_of_data_sets_keeps_its_splits(tmp_path):
         f"validation/{name}": "validation" for name in shards
     }
     assert left_out == {
-        "beside Parquet or Arrow files": (7, "dataset_dict.json"),
+        ".json, beside the tables of a data set": (7, "dataset_dict.json"),
         "cache of a data set": (1, "cache-9f.arrow"),
         "of split test": (2, shards[0]),
     }
@@ -270,9 +270,30 @@ def test_a_folder_of_the_hub_keeps_its_splits(tmp_path):
         for name, split in sorted(names.items())
         for number in range(2)
     }
-    assert left_out == {"beside Parquet or Arrow files": (1, "README.md")}
+    assert left_out == {".md, beside the tables of a data set": (1, "README.md")}
     said, _ = list_inputs([tmp_path / "in"]).lines()
     assert said == "trained on, by their names: 2 files, held out: 2"
+
+
+def test_a_mixed_folder_is_read_whole_and_of_a_data_set_in_it_the_tables(tmp_path):
+    fill(tmp_path, "rows.csv rows.jsonl rows.jsonl.zst rows.parquet a.txt b/README.md")
+    (tmp_path / "in/README.md").write_text("# Notes, and no card\n")
+    tables.save_on_hub(tmp_path / "in/hub", {"train": FEW}, shards=1)
+    tables.save_to_disk(tmp_path / "in/disk", FEW, shards=1)
+    (tmp_path / "in/b/README.md").write_text("---\nno tables below\n")
+    (tmp_path / "in/hub/more.jsonl").write_bytes(tables.as_lines(FEW))
+    files, left_out = listed(tmp_path)
+    texts = ["README.md", "a.txt", "b/README.md", "rows.csv", "rows.jsonl"]
+    shards = ["disk/data-00000-of-00001.arrow", "hub/data/train-00000-of-00001.parquet"]
+    others = ["rows.jsonl.zst", "rows.parquet"]
+    assert sorted(files) == sorted(texts + shards + others)
+    assert {*files.values()} == {None}
+    beside = "beside the tables of a data set"
+    assert left_out == {
+        f".json, {beside}": (2, "dataset_info.json"),
+        f".jsonl, {beside}": (1, "more.jsonl"),
+        f".md, {beside}": (1, "README.md"),
+    }
 
 
 def test_splits_are_chosen_by_name(tmp_path):

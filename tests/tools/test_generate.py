@@ -141,6 +141,7 @@ class Stub:
     """In the place of a generator: tokens that are given, whatever the prompt."""
 
     slots, rows, members, samples = 40, 2, 1, 1
+    vocab_size = 304
 
     def __init__(self, tokens: Sequence[int]):
         self.tokens, self.asked, self.prompts = tokens, [], []
@@ -212,6 +213,31 @@ def test_imported_weights_want_their_tokenizer_named(tmp_path):
     with pytest.raises(ValueError, match=said):
         find_tokenizer(config, None)
     assert find_tokenizer(config, "bytes").name == "bytes"
+
+
+def test_special_tokens_that_no_text_has_may_lie_beyond_the_models_rows(tmp_path):
+    """Gemma 3's tokenizer has one more id than its model of texts has rows."""
+    path = make_hugging_face(tmp_path / "tokenizer.json")
+    fields = json.loads(path.read_text())
+    rows = max(fields["model"]["vocab"].values()) + 1
+    image = fields["added_tokens"][0] | {"id": rows, "content": "<image>"}
+    config = small_config("", tmp_path, model__vocab_size=rows)
+    for is_special in (False, True):
+        added = [*fields["added_tokens"], image | {"special": is_special}]
+        path.write_text(json.dumps(fields | {"added_tokens": added}))
+        if not is_special:
+            with pytest.raises(ValueError, match=f"have ids up to {rows}, but"):
+                find_tokenizer(config, str(path))
+    tokenizer = find_tokenizer(config, str(path))
+    assert tokenizer.vocab_size == rows + 1 and max(tokenizer.encode("<image>")) < rows
+    tokenizer.stop_tokens = (rows,)  # documents end with it
+    assert tokenizer.largest_text_id == rows
+    stub = Stub([])
+    stub.vocab_size = 116
+    writer = Writer(stub, ByteTokenizer(), max_tokens=2, seed=0)
+    with pytest.raises(ValueError, match="from 0 to 115, which the model has, got 116"):
+        writer.encode("t")
+    assert writer.encode("s")[0].tolist() == [115]
 
 
 def test_a_chat_goes_on_with_what_was_said(tmp_path):

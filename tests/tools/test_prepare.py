@@ -283,17 +283,23 @@ def test_imported_weights_are_fine_tuned_on_what_was_prepared(
 
 
 @pytest.mark.parametrize(
-    "texts, expected", table("data.txt", "few", str=str, range=range)
+    "texts, expected, share", table("data.txt", "few", str=str, range=range)
 )
-def test_small_corpora_have_smaller_batches(tmp_path, texts, expected):
+def test_small_corpora_have_smaller_batches(tmp_path, texts, expected, share):
     for number, words in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(words)
     files, corpus = sorted(tmp_path.glob("*.txt")), tmp_path / "my corpus"
-    prepare(files, corpus, ByteTokenizer(), validation_fraction=0.1)
-    command = train_command(corpus, tiny)
+    summary = prepare(files, corpus, ByteTokenizer(), validation_fraction=0.1)
+    command = train_command(corpus, tiny, holdout=summary.holdout)
     if expected is None:
         assert command.startswith("too little to train on: 1 rows of 512 tokens")
         return
     found = dict(re.findall(r"(validation_batches|batch_rows)=(\d+)", command))
     assert found == expected
     made(command, tmp_path / "run")
+    advised = [float(x) for x in re.findall(r"--validation-fraction (\S+)", command)]
+    assert advised == [share] * (share is not None)
+    if share:
+        again = tmp_path / "again"
+        prepare(files, again, ByteTokenizer(), validation_fraction=share)
+        assert "no validation" not in train_command(again, tiny)

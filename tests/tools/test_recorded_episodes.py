@@ -216,6 +216,7 @@ def test_actions_that_their_space_does_not_have_are_named(
         observations=np.zeros((len(actions) + 1, 1)),
         actions=actions,
         rewards=np.zeros(len(actions)),
+        terminations=[False],
     )
     dataset = SimpleNamespace(
         id="x", env_spec=None, action_space=space, iterate_episodes=lambda: [episode]
@@ -264,6 +265,7 @@ def test_a_dataset_is_packed_with_flat_observations(tmp_path):
         rewards = rng.uniform(size=length)
         actions = rng.integers(1, 4, size=length)
         one = SimpleNamespace(observations=seen, actions=actions, rewards=rewards)
+        one.terminations = np.arange(length) == 3
         episodes.append(one)
     dataset = SimpleNamespace(
         id="some/data-v0",
@@ -275,6 +277,7 @@ def test_a_dataset_is_packed_with_flat_observations(tmp_path):
     assert file.lengths.tolist() == [4, 2] and file.index["task"] == "some/data-v0"
     assert (file.observation_size, file.action_size) == (5, 3)
     assert file.index["environment"] == "a description"
+    assert file.terminated.tolist() == [True, False]
     np.testing.assert_allclose(
         file.returns, [one.rewards.sum() for one in episodes], rtol=1e-6
     )

@@ -15,6 +15,7 @@ import ml_collections
 from configs import fine_tune
 from data.remote import as_path
 from data.rows import ROW_PLANS
+from data.text.reading.holdout import Holdout
 from data.text.reading.input_files import EVERY_FILE
 from data.text.reading.row_files import FORMATS
 from data.text.reading.skipped import MOST_REPORTED, BadRow
@@ -103,7 +104,11 @@ def _reporter() -> Callable[[BadRow], None]:
 
 
 def train_command(
-    corpus: Path, config_file: ModuleType, weights: str = "", **fields: Any
+    corpus: Path,
+    config_file: ModuleType,
+    weights: str = "",
+    holdout: Holdout | None = None,
+    **fields: Any,
 ) -> str:
     """Returns how to train on a corpus, to be printed: a command that works.
 
@@ -114,6 +119,7 @@ def train_command(
       corpus: directory of the corpus.
       config_file: a module of configs/, for a new model.
       weights: workdir of those to fine-tune instead; "" for none.
+      holdout: of the corpus's texts, if another share of them can be held out.
       fields: those of `config.data` that the corpus decides.
     """
     module = fine_tune if weights else config_file
@@ -145,16 +151,21 @@ def train_command(
         )
         changes["data.batch_rows"] = batch_rows = fitting
     if held_out < batch_rows:
-        share = 1.2 * batch_rows / (rows + held_out)
-        remedy = f"prepare it again with --validation-fraction {share:.2f}"
+        remedy = "prepare more"
+        # A row reads one more token than it has: the target of its last one.
+        least = batch_rows * config.data.context_tokens + 1
+        trained_on = fsdp * config.data.context_tokens + 1
+        share = holdout.fraction_of(least, trained_on) if holdout else None
+        if share:
+            remedy = f"prepare it again with --validation-fraction {share:.2f}"
         notes.append(
             f"no validation: {held_out} held-out {of_tokens} make no batch of "
-            f"{batch_rows}; {remedy if share < 0.5 else 'prepare more'}"
+            f"{batch_rows}; {remedy}"
         )
         changes["train.validation_batches"] = 0
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     file = shlex.quote(f"{file}:{weights}" if weights else file)
-    program = f"{shlex.quote(_python())} train.py --config={file}"
+    program = f"{shlex.quote(interpreter())} train.py --config={file}"
     command = " \\\n    ".join([program, *map(shlex.quote, flags)])
     return "\n".join([*notes, f"train on it:\n  {command}"])
 
@@ -169,7 +180,7 @@ def _rows(config: ml_collections.ConfigDict, split: str) -> int:
         return 0
 
 
-def _python() -> str:
+def interpreter() -> str:
     """Returns what starts this interpreter."""
     if shutil.which("python") == sys.executable:
         return "python"

@@ -37,7 +37,8 @@ class Holdout:
             raise ValueError(f"validation_fraction={fraction} must be between 0 and 1")
         self._share = fraction or FRACTION
         self._wanted = least if fraction is None else 0
-        self._sums = np.zeros((2, BINS), np.int64)  # characters and texts of each range
+        # Characters, texts and, where they are added, tokens of each range.
+        self._sums = np.zeros((3, BINS), np.int64)
         self._least = END
         self._most = 0
 
@@ -46,21 +47,60 @@ class Holdout:
         if marks.size:
             self._least = min(self._least, int(marks.min()))
             self._most = max(self._most, int(marks.max()))
-        ranges = (marks // np.uint64(END // BINS)).astype(np.int64)
+        ranges = _ranges(marks)
         np.add.at(self._sums[0], ranges, characters)
         np.add.at(self._sums[1], ranges, 1)
 
+    def add_tokens(self, marks: np.ndarray, tokens: np.ndarray) -> None:
+        """Adds the sizes of texts in tokens, int64 (n,), for `fraction_of`."""
+        np.add.at(self._sums[2], _ranges(marks), tokens)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one text, which can only be split by position."""
+        return self._sums[1].sum() == 1
+
     def cut(self) -> int:
         """Returns the mark below which texts are held out."""
+        return self._cut(self._share, self._wanted)
+
+    def _cut(self, share: float, wanted: int) -> int:
         if self._least >= self._most:
             return 0
-        held = np.pad(np.cumsum(self._sums, axis=1), ((0, 0), (1, 0)))  # below each
-        size, texts = held
-        share = np.abs(size - self._share * size[-1]).argmin()
-        least = np.searchsorted(size, min(self._wanted, LARGEST_SHARE * size[-1]))
+        size, texts, _ = self._below()
+        nearest = np.abs(size - share * size[-1]).argmin()
+        least = np.searchsorted(size, min(wanted, LARGEST_SHARE * size[-1]))
         most = np.searchsorted(texts, LARGEST_SHARE * texts[-1], side="right") - 1
-        cut = int(max(share, min(least, most))) * END // BINS
+        cut = int(max(nearest, min(least, most))) * END // BINS
         return min(max(cut, self._least + 1), self._most)
+
+    def _below(self) -> np.ndarray:
+        """Returns characters, texts and tokens below each range, and all of them."""
+        return np.pad(np.cumsum(self._sums, axis=1), ((0, 0), (1, 0)))
+
+    def share_by_position(self) -> float:
+        """Returns the share of one text that is held out, at its end."""
+        size = max(self._sums[0].sum(), 1)
+        return max(self._share, min(self._wanted / size, LARGEST_SHARE))
+
+    def fraction_of(self, held_out: int, trained_on: int) -> float | None:
+        """Returns the least percentage that holds out so many tokens, as a fraction.
+
+        trained_on: tokens that it has to leave. None: no percentage does both.
+        """
+        below = self._below()[2]
+        for percent in range(1, 100):
+            fraction = percent / 100
+            held = int(fraction * below[-1])
+            if not self.is_alone:
+                held = below[self._cut(fraction, 0) // (END // BINS)]
+            if held >= held_out and below[-1] - held >= trained_on:
+                return fraction
+        return None
+
+
+def _ranges(marks: np.ndarray) -> np.ndarray:
+    return (marks // np.uint64(END // BINS)).astype(np.int64)
 
 
 def mark(text: str) -> int:

@@ -1,9 +1,10 @@
 """The files that the inputs of a corpus are: which are read, and for which split.
 
-A directory stands for all files in it and below, except hidden ones. Where some of them
-are Parquet or Arrow files it holds data sets as Hugging Face's library and hub write
-them, and only these files are read: `data/train-00000-of-00002.parquet`, or the folders
-of `save_to_disk`.
+A directory stands for all files in it and below, except hidden ones, each read by its
+kind. A folder in it is a data set of Hugging Face if it has tables, also below it, and
+a file of their library or hub: `DATA_SET_FILES`, or a `README.md` with a head of YAML.
+Of a data set only the tables are read: `data/train-00000-of-00002.parquet`, or those of
+`save_to_disk`.
 
 Files of rows whose names, or folders, say which split they hold are of that split; of
 all others, what each document says decides whether it is held out.
@@ -11,7 +12,7 @@ all others, what each document says decides whether it is held out.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,9 @@ SPLIT_NAME = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])")
 SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?!\d)")
 DICTIONARY = "dataset_dict.json"
 """File of `save_to_disk` beside the folders, each with a split."""
+DATA_SET_FILES = (DICTIONARY, "dataset_info.json", "dataset_infos.json")
+CARD = "README.md"
+CARD_BEGINNING = b"---"
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,8 @@ def list_inputs(
     for path in inputs:
         if path.is_dir():
             inside = files_in(path, pattern)
-            if pattern == EVERY_FILE and not _endings(inside).isdisjoint(TABLES):
-                inside = _tables(inside, left_out)
+            if pattern == EVERY_FILE:
+                inside = _data(inside, left_out)
             split_of = _assign(path, inside, splits, left_out)
             files += [InputFile(file, split, False) for file, split in split_of.items()]
         elif path in split_of_named:
@@ -125,26 +129,39 @@ def _is_hidden(path: Path, directory: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(directory).parts)
 
 
-def _endings(files: Iterable[Path]) -> set[str]:
-    return {*map(ending, files)}
+def _is_table(path: Path) -> bool:
+    return ending(path) in TABLES
 
 
-def _tables(files: Sequence[Path], left_out: Skipped) -> list[Path]:
-    """Returns the tables of data sets, without other files.
+def _data(files: Sequence[Path], left_out: Skipped) -> list[Path]:
+    """Returns the files of a directory, but of data sets only the tables.
 
     Raises:
       FileNotFoundError: a data set lacks a file.
     """
+    tables = [*filter(_is_table, files)]
+    with_tables = {folder for path in tables for folder in path.parents}
+    described = {path.parent for path in files if _describes_data_set(path)}
+    data_sets = with_tables & described
     kept = []
     for path in files:
-        if ending(path) not in TABLES:
-            left_out.add(BadRow(str(path), "beside Parquet or Arrow files"))
-        elif path.name.startswith("cache-"):
+        if _is_table(path) and path.name.startswith("cache-"):
             left_out.add(BadRow(str(path), "cache of a data set"))
-        else:
+        elif _is_table(path) or data_sets.isdisjoint(path.parents):
             kept.append(path)
-    _check_shards(kept)
+        else:
+            kind = path.suffix or "without an ending"
+            left_out.add(BadRow(str(path), f"{kind}, beside the tables of a data set"))
+    _check_shards([*filter(_is_table, kept)])
     return kept
+
+
+def _describes_data_set(path: Path) -> bool:
+    """Returns whether a file says that its folder is a data set of Hugging Face."""
+    if path.name != CARD:
+        return path.name in DATA_SET_FILES
+    with path.open("rb") as file:
+        return file.read(len(CARD_BEGINNING)) == CARD_BEGINNING
 
 
 def _check_shards(files: Sequence[Path]) -> None:
@@ -187,11 +204,12 @@ def _assign(
         train = [splits[0]]
         held_out = splits[1:]
     else:
-        # Files of code and of other texts have such names by chance.
-        are_tables = not _endings(named).isdisjoint(TABLES)
-        are_unlike = len({*named.values()}) > 1
-        if TRAIN not in names and not (are_tables and are_unlike):
-            return dict.fromkeys(files)
+        if TRAIN not in names:
+            # Files of code and of other texts have such names by chance.
+            named = {path: name for path, name in named.items() if _is_table(path)}
+            names = sorted({*filter(None, named.values())})
+            if len({*named.values()}) < 2:
+                return dict.fromkeys(files)
         train = [TRAIN, None]
         held_out = [name for name in HELD_OUT if name in names][:1]
         if TRAIN not in names and None not in named.values():

@@ -50,6 +50,20 @@ class Tokenizer:
         """Id that follows the last token of every document."""
         return self.stop_tokens[0]
 
+    @property
+    def largest_text_id(self) -> int:
+        """Largest id that texts, their begin or end have; of other special ones none.
+
+        A model of texts may have fewer rows than its tokenizer has ids, as one of
+        images.
+        """
+        unused = {*self.special.values()}
+        unused -= {*self.begin_of_document, *self.stop_tokens}
+        largest = self.vocab_size - 1
+        while largest in unused:
+            largest -= 1
+        return largest
+
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text` alone, int32 (n,): nothing before or after it."""
         return self.encode_all([text])[0]
