@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{shown}\n")
     print(f"{summary}\nchat template: {encoder.template.name}")
     fields = {"rows": "whole", "context_tokens": chosen.context_tokens}
-    print(train_command(chosen.output, tiny, chosen.weights, **fields))
+    holdout = summary.holdout
+    print(train_command(chosen.output, tiny, chosen.weights, holdout, **fields))
 
 
 if __name__ == "__main__":

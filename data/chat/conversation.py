@@ -125,7 +125,8 @@ def read_conversations(
         if ending(file.path) not in FORMATS:
             raise ValueError(
                 f"{file.path} is of no known format of rows, {', '.join(FORMATS)} (and "
-                ".gz, .zst): give it the ending of its own, or convert it"
+                ".gz, .zst): give it the ending of its own, convert it, or name the "
+                'files to read (--pattern "*.parquet")'
             )
         for where, row in read_rows(file.path, columns, file.span):
             if not isinstance(row, BadRow):
