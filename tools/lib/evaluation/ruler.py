@@ -38,7 +38,13 @@ from data.retrieval.lines import FORMS
 from data.text.tokens.tokenizer import Tokenizer
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling
-from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
+from tasks.command_line import (
+    CONFIG_FLAGS,
+    Parser,
+    as_program,
+    at_least,
+    did_you_mean,
+)
 from tasks.generation import generator, restored_parameters
 from tasks.text import TextRun
 from tools.generate import CHAT, find_template, find_tokenizer, text_config
@@ -276,7 +282,8 @@ def _names(text: str) -> list[str]:
     for name in text.split(","):
         if name not in TASKS:
             known = ", ".join(TASKS)
-            raise argparse.ArgumentTypeError(f"{name} must be one of {known}")
+            near = did_you_mean(name, TASKS)
+            raise argparse.ArgumentTypeError(f"{name} must be one of {known}{near}")
     return text.split(",")
 
 
