@@ -20,7 +20,6 @@ import numpy as np
 
 from data.agents.environments import INSTALL
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
-from data.progress import progress
 from tasks.command_line import Parser, as_program
 from tools.lib.exorl.scenes import flat, to_agent
 
@@ -51,8 +50,7 @@ def pack(dataset: Any, directory: Path, clip: bool = False) -> TrajectoryFile:
     if dataset.env_spec is not None:
         about["environment"] = dataset.env_spec.to_json()
     space = dataset.action_space
-    episodes = progress(dataset.total_episodes, " episodes")
-    with TrajectoryWriter(directory, about) as writer, episodes as bar:
+    with TrajectoryWriter(directory, about) as writer:
         for number, episode in enumerate(dataset.iterate_episodes()):
             actions = episode.actions
             if clip and hasattr(space, "low"):
@@ -63,7 +61,6 @@ def pack(dataset: Any, directory: Path, clip: bool = False) -> TrajectoryFile:
             except ValueError as error:
                 raise ValueError(f"episode {number}: {error}") from error
             writer.write(seen, actions, np.asarray(episode.rewards, np.float64))
-            bar.update()
     return TrajectoryFile.open(directory)
 
 
