@@ -6,6 +6,8 @@ Run a config with `python train.py --config=configs/NAME.py`, and change any fie
 the way with `--config.section.field=value`. Unknown fields are refused.
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -250,6 +252,15 @@ FIELDS = dict(
 
 def get_config() -> ConfigDict:
     return ConfigDict(FIELDS).lock()
+
+
+def check_name(name: str, names: Iterable[str]) -> None:
+    """Raises ValueError, with the nearest name, if a config has none of this name."""
+    known = [*names]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f". Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name!r} is not one of {', '.join(known)}{meant}")
 
 
 def changed(**fields: Any) -> ConfigDict:

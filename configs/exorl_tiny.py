@@ -14,6 +14,7 @@ Expected: losses fall; returns stay low, as those of the data, which are noise.
 
 import ml_collections
 
+from configs import base
 from configs.agents import set_agent, small_agent
 
 _TASKS = {"cartpole": "swingup", "walker": "stand"}
@@ -26,8 +27,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     Raises:
       ValueError: the name is unknown.
     """
-    if name not in _NAMES:
-        raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
+    base.check_name(name, _NAMES)
     domain, method = name.split("/")
     config = small_agent(layers=3)
     episodes = set_agent(config, method, episodes=4)

@@ -24,6 +24,7 @@ Expected: see results/2026-11-28-in-context-tasks.md, 2026-11-25-in-context-worl
 
 import ml_collections
 
+from configs import base
 from configs.agents import AGENTS, learns_in_context
 
 # worlds: (steps of an episode, episodes in a context, updates, agents)
@@ -41,8 +42,7 @@ def get_config(name: str = _NAMES[0]) -> ml_collections.ConfigDict:
     Raises:
       ValueError: the name is unknown.
     """
-    if name not in _NAMES:
-        raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
+    base.check_name(name, _NAMES)
     domain, task, agent = name.split("/")
     steps, episodes, updates, _ = _WORLDS[f"{domain}/{task}"]
     config = learns_in_context(agent, steps, episodes)

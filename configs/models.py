@@ -147,8 +147,7 @@ def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     Raises:
       ValueError: the model or the place is unknown.
     """
-    if name not in _NAMES:
-        raise ValueError(f"{name!r} is not one of {', '.join(_NAMES)}")
+    base.check_name(name, _NAMES)
     model, place = name.split("/")
     devices, context = PLACES[model][place]
     config = base.changed(

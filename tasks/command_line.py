@@ -8,12 +8,13 @@ import argparse
 import contextlib
 import difflib
 import functools
+import itertools
 import math
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TextIO, cast
 
@@ -159,6 +160,8 @@ CONFIG_FLAGS = """config:
                          or, of an agent, of configs/agents.py
 """
 """End of the help of a program that calls `read_config`."""
+OF_CONFIG = "--config", "--workdir"
+"""Flags that `read_config` reads, and, of the first, its fields (`--config.NAME`)."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -177,8 +180,43 @@ class Parser(argparse.ArgumentParser):
         )
         self.register("type", Path, as_path)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses what it knows; the rest may be of a config, and nothing else.
+
+        Raises:
+          ValueError: a flag is neither; the message has the nearest one.
+        """
+        # Before argparse misses a required flag that is misspelt.
+        if self._subparsers is None:  # whose own parsers know the flags
+            self._check_flags(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def _check_flags(self, arguments: Sequence[str]) -> None:
+        known = [*self._option_string_actions]
+        if self.epilog == CONFIG_FLAGS:
+            known += OF_CONFIG
+        for argument in itertools.takewhile(lambda x: x != "--", arguments):
+            flag = argument.split("=")[0]
+            is_value = not flag.startswith("--") or " " in flag
+            if is_value or flag in known or flag.split(".")[0] in OF_CONFIG:
+                continue
+            self.error(f"there is no flag {flag}{did_you_mean(flag, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}: see --help")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns a question that ends an error, with the nearest known word; or ""."""
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return f". Did you mean {nearest[0]}?" if nearest else ""
 
 
 def at_least(
@@ -262,7 +300,9 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
 def _made_by(file: str, name: str | None) -> ConfigDict:
     """Returns what the file's `get_config` returns, given a name if there is one."""
     if not Path(file).is_file():
-        raise ValueError(f"there is no config {file}: give one of configs/*.py")
+        beside = [*Path(file).parent.glob("*.py"), *Path("configs").glob("*.py")]
+        near = did_you_mean(Path(file).stem, [path.stem for path in beside])
+        raise ValueError(f"there is no config {file}: give one of configs/*.py{near}")
     try:
         get_config = runpy.run_path(file)["get_config"]
         config = get_config() if name is None else get_config(name)
@@ -287,6 +327,8 @@ def _check_field(config: ConfigDict, name: str) -> None:
                 f"config.{name} is of agents, and this config is of text: {OF_AGENTS}"
             )
         else:
-            near = difflib.get_close_matches(part, known, n=1)
+            fields = fields_by_name(config)
+            elsewhere = [n for n in fields if n.endswith(f".{part}")]
+            near = elsewhere or difflib.get_close_matches(part, known, n=1)
             meant = f'Did you mean "{near[0]}"?' if near else "See configs/base.py"
             raise ValueError(f'config.{name}: there is no field "{part}". {meant}')

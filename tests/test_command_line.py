@@ -11,7 +11,30 @@ from data.remote import as_path
 from tasks.command_line import as_program, at_least, platforms, read_config, say, share
 from tests.cases import pairs, table
 from tests.support.processes import ROOT, run_program
-from tools import convert_hf, pack_exorl, prepare_text
+from tools import (
+    convert_hf,
+    evaluate,
+    figures,
+    generate,
+    pack_exorl,
+    plan_pod,
+    prepare_text,
+)
+
+TYPOS = [
+    (plan_pod.main, ["--topolgy=v4:2x2x1"], "--topolgy. Did you mean --topology?"),
+    (plan_pod.main, ["--confg=configs/tiny.py"], "--confg. Did you mean --config?"),
+    (convert_hf.main, ["import", "a", "b", "--wieghts=x"], "Did you mean --weights?"),
+    (prepare_text.main, ["a", "--confg=b"], "there is no flag --confg"),
+    (evaluate.main, ["los"], "Did you mean loss?"),
+    (figures.main, ["retruns", "a", "--output=b"], "Did you mean returns?"),
+    (
+        evaluate.main,
+        ["ruler", "--tasks=nia_multiquery"],
+        "Did you mean niah_multiquery?",
+    ),
+]
+"""Programs, arguments, and what is said of them."""
 
 
 @pytest.mark.thorough
@@ -141,6 +164,17 @@ def test_numbers_of_arguments_are_checked(kind, wrong):
 def test_a_bad_config_is_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(arguments)
+
+
+@pytest.mark.parametrize(("main", "arguments", "message"), TYPOS)
+def test_the_nearest_flag_and_subcommand_are_named(main, arguments, message, capsys):
+    assert main(arguments) == 1
+    assert f"{message}: see --help" in capsys.readouterr().err
+
+
+def test_words_behind_a_flag_are_not_taken_for_flags():
+    chosen, _ = generate._options(["--prompt", "--- a story", "--config.seed=1"])
+    assert chosen.prompt == "--- a story"
 
 
 def test_paths_of_arguments_may_begin_with_the_home_directory(monkeypatch, tmp_path):

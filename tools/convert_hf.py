@@ -29,11 +29,13 @@ import ml_collections
 import numpy as np
 from absl import logging
 from flax import traverse_util
+from tqdm import tqdm
 
 from configs import base
 from data.document_mask import DocumentMask
 from data.files import new_directory, refuse_existing
 from data.json_text import read_json_object
+from data.progress import progress
 from data.remote import as_path
 from data.text.tokens.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
@@ -168,9 +170,10 @@ def export_model(
         model = TextRun(_settings(config), partition).model
         form = names
     parts = _weights(model, fields)
-    tensors = _tensors(source, parts, model, partition, dtype)
     sizes = _tensor_bytes(parts, model, dtype)
-    with new_directory(directory) as new:
+    size = sum(sizes.values())
+    with new_directory(directory) as new, progress(size, "B", "writing") as bar:
+        tensors = _tensors(source, parts, model, partition, dtype, bar)
         write_tensors(new, tensors, sizes, file_bytes, form.TENSORS)
         changed = "" if adapter_only else hf_config.context_change(fields, kept)
         if original:
@@ -294,8 +297,12 @@ def _tensors(
     model: Model,
     partition: Partition,
     dtype: str,
+    bar: tqdm,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields every tensor of the published model, parameter by parameter."""
+    """Yields every tensor of the published model, parameter by parameter.
+
+    bar: counts their bytes.
+    """
     abstract = state.abstract_parameters(model.shapes, model.axes, partition)
     leaves = traverse_util.flatten_dict(abstract)
     tensors: dict[tuple, list[Weight]] = {}
@@ -312,7 +319,9 @@ def _tensors(
                 for weight, p in zip(below, parameters, strict=True)
             ]
             whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-            yield name, _narrowed(whole, dtype, name)
+            tensor = _narrowed(whole, dtype, name)
+            bar.update(tensor.nbytes)
+            yield name, tensor
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -111,13 +111,23 @@ class Writer:
         else:
             tokens = begun(self.tokenizer, self.tokenizer.encode(prompt))
         room = self.generator.room(len(tokens))
-        if room < (self.max_tokens or 1) and self.chat and self.chat.messages:
-            raise ValueError(
-                f"the conversation has {len(tokens)} tokens by now, too many for a "
-                f"reply in the cache of {self.generator.slots}: begin another with an "
-                "empty line, or give the cache more (--cache-tokens)"
-            )
         wanted = self.max_tokens or max(min(MAX_TOKENS, room), 1)
+        if room < wanted:
+            remedy = "shorten it"
+            each = self.generator.samples
+            samples = f" of each of {each} samples" if each > 1 else ""
+            what = f"the prompt has {len(tokens)} tokens, too many for {wanted} more"
+            what += samples
+            if self.chat and self.chat.messages:
+                remedy = "begin another with an empty line"
+                what = f"the conversation has {len(tokens)} tokens by now, too many "
+                what += "for a reply"
+            elif room > 0:
+                remedy = f"ask for at most {room} (--max-tokens)"
+            raise ValueError(
+                f"{what} in the cache of {self.generator.slots}: {remedy}, or give the "
+                "cache more (--cache-tokens)"
+            )
         self.generator.check([tokens] * self.generator.rows, wanted)
         return tokens, wanted
 

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from data.agents import environments
 from data.agents.environments import FARTHEST_GOAL, Environment
 from data.agents.episodes import DOMAINS, Buffer, Episode, write_episode
 from data.files import new_directory
+from data.progress import progress
 from data.remote import as_path
 from tasks.command_line import Parser, as_program, at_least
 
@@ -54,9 +54,11 @@ def make(
         folder = new / "buffer"
         folder.mkdir()
         environment = Environment(domain, environments.tasks(domain)[0])
-        for number in tqdm(range(episodes), unit=" episodes", disable=None):
-            rng = np.random.default_rng([seed, number])
-            write_episode(_record(environment, folder, number, action_repeat, rng))
+        with progress(episodes, " episodes") as bar:
+            for number in range(episodes):
+                rng = np.random.default_rng([seed, number])
+                write_episode(_record(environment, folder, number, action_repeat, rng))
+                bar.update()
         meta = {
             "generator": "tools/make_exorl.py of Annulus: no data of ExoRL",
             "recipe": {"domain": domain} | recipe,

@@ -24,6 +24,7 @@ with --devices=1 --config.mesh.ring=1. A system that does not fit ends with an e
 """
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -41,10 +42,11 @@ from tasks.task import make_run
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
 from tools.lib.files import write_json
-from tools.lib.planning.meshes import suggestions
+from tools.lib.planning.meshes import count_parameters, suggestions
+from tools.lib.planning.phases import phase
 from tools.lib.planning.plan import Plan
 from tools.lib.planning.step import SPARE_SHARE, Step, check, longest_context, precision
-from tools.lib.planning.text import describe, describe_meshes, size
+from tools.lib.planning.text import answer, describe, describe_meshes, size
 
 LEAST_STEP = 256
 """Smallest difference of contexts, in tokens of a device."""
@@ -64,12 +66,19 @@ def compiled_plan(
       ValueError: something in the config is wrong; before anything is compiled.
       TooLarge: the step does not fit.
     """
-    step = Step.of(config, pod, documents)
+    shape = " ".join(f"{axis} {size}" for axis, size in config.mesh.items())
+    kind = f"{pod.topology}, {shape}, {config.model.num_layers} layers, {config.remat}"
+    timed = functools.partial(phase, kind)
+    with timed("building the step"):
+        step = Step.of(config, pod, documents)
     rows, columns = config.data.batch_rows, config.data.context_tokens
-    devices = f"{len(pod.devices)} x {pod.devices[0].device_kind} ({pod.topology})"
-    what = f"compiling a step of {rows} x {columns:,} tokens for {devices}"
+    what = f"compiling a step of {rows} x {columns:,} tokens for {_described(pod)}"
     print(what, file=sys.stderr, flush=True)
-    return Plan.of(step)
+    return Plan.of(step, timed)
+
+
+def _described(pod: Pod) -> str:
+    return f"{len(pod.devices)} x {pod.devices[0].device_kind} ({pod.topology})"
 
 
 def find_max_context(
@@ -142,6 +151,13 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
         pod = pod.first(options.devices)
     if options.suggest:
         meshes = suggestions(config, len(pod.devices), pod.chip, documents)
+        rows, columns = config.data.batch_rows, config.data.context_tokens
+        parameters = count_parameters(config, pod.chip) / 1e9
+        print(
+            f"{answer(meshes, pod.chip, config)}\n\n"
+            f"{parameters:.3g}B parameters in {config.model.num_layers} layers, "
+            f"{rows} x {columns:,} tokens, {_described(pod)}"
+        )
         print("\n".join(describe_meshes(meshes[:MOST_MESHES], pod.chip)))
         what = {"topology": pod.topology, "documents": documents}
         what |= {"rows": config.data.batch_rows, "context": config.data.context_tokens}

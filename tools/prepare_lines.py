@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from configs import line_retrieval
 from data import remote
+from data.progress import progress
 from data.retrieval.lines import (
     FORMS,
     LineForm,
@@ -146,8 +146,7 @@ def write_corpus(
         summary = Summary(writer=writer)
         for number, (split, wanted) in enumerate(tokens.items()):
             rng = np.random.default_rng([seed, number])
-            shown = tqdm(desc=split, total=wanted, unit=" tokens", disable=None)
-            with shown:
+            with progress(wanted, " tokens", split) as shown:
                 while writer.counts[split].tokens < wanted:
                     document = documents.draw(rng)
                     writer.write(split, *document)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data.agents.environments import FAMILIES, Environment, versions
 from data.agents.episodes import BadEpisode, Buffer, Episode, read_episode, steps_of
 from data.agents.trajectory_file import TrajectoryFile, TrajectoryWriter
 from data.files import describe_file, refuse_existing
+from data.progress import progress
 
 # ExoRL's own loader keeps the first million of up to ten.
 MAX_TRANSITIONS = 1_000_000
@@ -69,8 +69,8 @@ def pack(
     environments = [_environment(buffer.domain, task, selection) for task in tasks]
     paths = _taken(buffer, selection.max_transitions)
     with contextlib.ExitStack() as stack:
-        bar = tqdm(desc="packing", unit=" steps", unit_scale=True, disable=None)
-        stack.enter_context(bar)
+        steps = sum(map(steps_of, paths))
+        bar = stack.enter_context(progress(steps, " steps", "packing"))
         writers = []
         for environment in environments:
             about = _about(buffer, environment, selection)

@@ -5,6 +5,29 @@ import json
 import jax
 import pytest
 
+from data import progress
+from tools.lib.planning import phases
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_plans(tmp_path, monkeypatch):
+    """Keeps what plans took from the home directory."""
+    monkeypatch.setattr(phases, "FILE", tmp_path / "plan_seconds.json")
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """What is shown of how far programs are, one bar after the other."""
+    shown = []
+
+    class Kept(progress.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            shown.append(self)
+
+    monkeypatch.setattr(progress, "tqdm", Kept)
+    return shown
+
 
 @pytest.fixture(scope="session", autouse=True)
 def devices():

@@ -250,7 +250,9 @@ def test_numbers_that_a_type_does_not_hold_are_not_written(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"changed", "large"}
 
 
-def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path, capsys):
+def test_program_imports_and_exports_and_brings_the_tokenizer_along(
+    tmp_path, capsys, bars
+):
     source, workdir = hf_models.DIRECTORY / "llama", tmp_path / "workdir"
     assert main(["import", str(source), str(workdir)]) == 0
     printed = capsys.readouterr().out
@@ -271,6 +273,9 @@ def test_program_imports_and_exports_and_brings_the_tokenizer_along(tmp_path, ca
         return {path.name for path in out.iterdir()}
 
     assert files(tmp_path / "own") == {"config.json", WHOLE}
+    reading, writing = bars
+    assert 4 * reading.n == 4 * reading.total > 0
+    assert writing.n == writing.total > reading.n
     liked = tmp_path / "liked"
     assert files(liked, "--like", str(original)) == {"config.json", WHOLE, *brought}
     assert (liked / "tokenizer.model").read_text() == "tokenizer.model"

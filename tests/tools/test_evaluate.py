@@ -118,7 +118,7 @@ def test_right_answers_score_100_in_the_table_and_in_the_rows(
 
 
 @pytest.mark.quick
-def test_an_evaluation_goes_on_where_it_was_killed(asked, ask, evaluated):
+def test_an_evaluation_goes_on_where_it_was_killed(asked, ask, evaluated, bars):
     before = predictions(evaluated)
     prediction_file(evaluated, 1200, "fwe").unlink()
     path = prediction_file(evaluated, 1200, "niah_single_1")
@@ -126,6 +126,9 @@ def test_an_evaluation_goes_on_where_it_was_killed(asked, ask, evaluated):
     asked.clear()
     assert ask(RULER, "--output", evaluated) == 0
     assert len(asked) == 1 + 3
+    (bar,) = bars
+    assert bar.n == bar.total == 2 * 3 * (1000 + 1200)
+    assert bar.total - bar.initial == 4 * 1200
     assert predictions(evaluated) == before
 
 
@@ -242,12 +245,13 @@ MESHES = [
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(("tokens", "flags"), MESHES)
 def test_losses_of_all_parts_are_those_written_out(
-    corpus, run, tmp_path, capsys, tokens, flags
+    corpus, run, tmp_path, capsys, tokens, flags, bars
 ):
     flags = [f"--config.data.context_tokens={tokens}", *flags]
     output = tmp_path / "losses.json"
     flags += ["--corpus", str(corpus), "--output", str(output)]
     assert loss.main([f"--workdir={run}", *flags]) == 0
+    assert bars[-1].n == bars[-1].total > 0
     *parts, whole = json.loads(output.read_text())
     wanted = written_out(corpus, run, tokens)
     assert [part["below"] for part in parts] == sorted(wanted)

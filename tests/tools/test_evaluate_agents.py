@@ -160,9 +160,10 @@ def test_the_explorer_finds_every_goal_once_and_returns_to_it(name):
 
 
 @pytest.mark.thorough
-def test_a_window_acts_on_in_worlds_that_were_trained_on(room, in_room, capsys):
+def test_a_window_acts_on_in_worlds_that_were_trained_on(room, in_room, capsys, bars):
     longer = "--episodes", "3", "--contexts", "own", "--window", "2", "--split", "train"
     found = evaluated(room, "long.json", *longer)
+    assert bars[-1].n == bars[-1].total == 3
     assert np.array(found["contexts"]["own"]["returns"]).shape == (ROWS, 3)
     assert (found["split"], in_room["split"]) == ("train", "test")
     assert not set(found["worlds"]) & set(in_room["worlds"])

@@ -119,7 +119,7 @@ def test_console_answers_every_line_on_another_mesh_and_changes_no_file(
     numbers = range(1, samples + 1)
     many = "".join(f"sample {number}:\n{expected}\n" for number in numbers)
     assert out == 2 * f"{expected if samples == 1 else many}\n"
-    assert err.count("error: ") == 1 and "prompt of 100 tokens" in err
+    assert err.count("error: ") == 1 and "prompt has 100 tokens" in err
     assert err.count(f"{samples * NEW} tokens in") == 2
     assert files(workdir) == before
 

@@ -161,7 +161,7 @@ def test_instructions_make_the_flops_of_the_sizes_and_those_of_rematerialisation
 
 @pytest.mark.thorough
 def test_plan_is_written_as_json(plan, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Plan, "of", classmethod(lambda cls, step: plan))
+    monkeypatch.setattr(Plan, "of", classmethod(lambda cls, step, phase: plan))
     output = tmp_path / "plan.json"
     arguments = ["--config=configs/tiny.py", "--config.mesh.fsdp=1"]
     arguments.append("--topology=v5e:2x2")
@@ -183,7 +183,7 @@ def test_plan_is_written_as_json(plan, tmp_path, monkeypatch, capsys):
 def search(plan, monkeypatch, bytes_a_token):
     """Searches with a memory that is a line in the context."""
 
-    def of(cls, step):
+    def of(cls, step, phase):
         peak = 2**30 + bytes_a_token * step.run.config.data.context_tokens
         if peak > 17 * 2**30:
             raise TooLarge("the step does not fit: it takes too much")

@@ -240,7 +240,12 @@ def test_suggestions_are_printed_and_written(tmp_path, capsys):
     what = {"topology": "h200:1x8", "documents": [4096], "rows": 8}
     what["context"] = read_config(config).data.context_tokens
     assert rows == [what | one.row() for one in found]
-    printed = capsys.readouterr().out.splitlines()[1].split()[: len(MESH_AXES)]
+    answered, _, planned, _, first, *_ = capsys.readouterr().out.splitlines()
+    assert answered.startswith("fits: ") and " of 131 GiB; " in answered
+    assert planned.endswith(
+        f"8 x {what['context']:,} tokens, 8 x NVIDIA H200 (h200:1x8)"
+    )
+    printed = first.split()[: len(MESH_AXES)]
     assert [*map(int, printed)] == [rows[0]["mesh"].get(axis, 1) for axis in MESH_AXES]
     assert {one.route for one in found} == {
         "no ring",

@@ -1,5 +1,6 @@
 """Tables of plans, the search for the longest context, plans on whole pods."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -8,7 +9,9 @@ from unittest import mock
 import pytest
 
 from tools.lib.compiled.pods import TooLarge, aot_pod
+from tools.lib.planning import phases
 from tools.lib.planning.estimate import Estimate
+from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
 from tools.lib.planning.step import (
     SPARE_SHARE,
@@ -18,7 +21,7 @@ from tools.lib.planning.step import (
     longest_context,
     peak_bytes,
 )
-from tools.lib.planning.text import describe, seconds
+from tools.lib.planning.text import answer, describe, seconds
 from tools.plan_pod import read_config
 from training.reports.metrics import StepWork
 
@@ -225,3 +228,48 @@ def test_blockwise_attention_and_a_ring_of_8_hold_32_trajectories(system, gib):
 def test_larger_agents_are_refused(system, trajectories):
     with pytest.raises(TooLarge, match="does not fit: it takes"):
         agent_step(system, trajectories).compile()
+
+
+def suggested(fits: bool, memory: float, **mesh: int) -> Suggestion:
+    times = {"attention": 2.0, "ring_waits": 0.0, "other_waits": 0.5, "products": 1.5}
+    return Suggestion(mesh, memory * GIB, fits, "zigzag", "one way", **times)
+
+
+def test_a_suggestion_says_whether_it_fits_how_fast_and_with_which_flags():
+    config = read_config(["--config=configs/tiny.py", "--config.mesh.fsdp=1"])
+    config.mesh.ring = -1
+    config.data.update(batch_rows=2, context_tokens=8192)
+    chip = mock.Mock(hbm_bytes=16 * GIB)
+    best = suggested(True, 11.64, ring=32, tensor=2)
+    assert answer([best, suggested(True, 5, ring=64)], chip, config) == (
+        "fits: 11.6 of 16 GiB; 4 s a step, 4,096 tokens/s; run with "
+        "--config.mesh.ring=32 --config.mesh.tensor=2"
+    )
+    own = answer([suggested(True, 11.64, ring=64)], chip, config)
+    assert own.endswith("run with the config's own mesh")
+    # Those that are too large are ranked by time.
+    large = [suggested(False, 50, ring=64), suggested(False, 20, ring=32, fsdp=2)]
+    refused = answer(large, chip, config)
+    assert refused.startswith("does not fit: at least 20 of 16 GiB, with --config.mesh")
+    assert "fsdp=2 --config.mesh.ring=32; try --config.remat=nothing" in refused
+
+
+def test_phases_take_as_long_as_they_took_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(phases, "FILE", tmp_path / "new" / "seconds.json")
+    shown = []
+
+    def progress(total, unit, what, *, timed):
+        shown.append((total, what))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(phases, "progress", progress)
+    for _ in range(2):
+        with phases.phase("v4:2x2x1", "compiling"):
+            pass
+    phases.FILE.write_text("damaged")
+    with pytest.raises(TooLarge), phases.phase("v4:2x2x1", "compiling"):
+        raise TooLarge  # and takes less long than a plan that fits
+    with phases.phase("v4:2x2x1", "compiling"):
+        pass
+    unknown = (None, "compiling")
+    assert shown == [unknown, (0.0, "compiling (0 s before)"), unknown, unknown]

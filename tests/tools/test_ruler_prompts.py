@@ -147,8 +147,7 @@ def test_a_length_that_nothing_fits_is_refused_with_one_that_does(task, sources)
     with pytest.raises(ValueError, match="60 tokens") as error:
         first(60)
     wanted = int(re.search(r"(?:take|least) (\d+)", str(error.value)).group(1))
-    if task != "vt":  # of its example alone
-        assert first(wanted + 40).length <= wanted + 40
+    assert first(wanted + 40).length <= wanted + 40
 
 
 def test_long_lists_of_words_need_the_longer_list(tmp_path):

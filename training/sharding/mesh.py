@@ -94,10 +94,11 @@ class MeshShape:
         if open_axes and num_devices % known == 0:
             sizes[open_axes[0]] = num_devices // known
         if math.prod(sizes.values()) != num_devices:
+            remaining = "" if open_axes else " (-1 takes what remains)"
             raise ValueError(
                 f"the mesh {' x '.join(f'{a} {n}' for a, n in sizes.items())} does not "
                 f"match the {num_devices} devices there are: change config.mesh so "
-                "that its axes multiply to that (-1 takes what remains)"
+                f"that its axes multiply to that{remaining}"
             )
         return MeshShape(**sizes)
 

@@ -14,8 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tqdm import tqdm
-
+from data.progress import progress
 from data.text.reading import units
 from data.text.reading.parts import Part, PartMaker, open_part
 from data.text.reading.row_files import InputFile
@@ -32,7 +31,7 @@ def make_parts(
 ) -> Iterator[Part]:
     """Yields the parts of the files, in their order, made by several processes.
 
-    A bar counts bytes and tokens; it is silent where standard error is not a terminal.
+    A bar counts bytes and tokens (see `progress`).
 
     workers: processes, each with one thread of the tokenizer; 1: this process alone,
       whose tokenizer takes all cores. None: as many as there are cores, and units.
@@ -49,9 +48,8 @@ def make_parts(
     else:
         parts = -(-size // units.UNIT_BYTES) or 1
         among = _machine(maker, min(workers or os.cpu_count() or 1, parts))
-    bar = tqdm(total=size, unit="B", unit_scale=True, disable=None)
     tokens = 0
-    with bar, among as (start, count):
+    with progress(size, "B") as bar, among as (start, count):
         bar.set_description("1 process" if count == 1 else f"{count} processes")
         # A long file at the front holds up no worker.
         most = 16 * count if count > 1 else 1

@@ -41,6 +41,7 @@ from data.agents.chains import SPLITS, STD_FLOOR, ChainBatch
 from data.agents.dark_room import ROOMS, DarkRoom
 from data.agents.episodes import DOMAINS
 from data.agents.trajectory_file import TrajectoryFile
+from data.progress import print_above, progress
 from tasks import exorl, trajectories
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.exorl import AgentRun
@@ -129,7 +130,19 @@ def evaluate(
     say(f"a context takes {agent.device_bytes / 1e6:,.1f} MB on each device")
     # Rows of one world depend on each other; of a lone world, all are apart.
     rows = np.arange(size[0]) if len(worlds) == 1 else of_rows
-    outcomes = {name: _outcome(name, c, play, rows, say) for name, c in needed.items()}
+    played = [*needed.values()]
+    if file.family and "own" in needed:  # by the two of `_simulated`
+        played += 2 * [needed["own"]]
+    outcomes = {}
+    with progress(sum(len(c.scenes) for c in played), " episodes") as bar:
+        play.on_episode = bar.update
+        for name, context in needed.items():
+            outcomes[name] = _outcome(name, context, play, rows, say)
+        if file.index["domain"] == "dark_room":
+            room = ROOMS[file.index["task"]]
+            references = _of_room(room, of_rows, options.episodes)
+        else:
+            references = _simulated(file, play, needed, rows)
     is_suite = file.index["domain"] in DOMAINS
     simulator = environments.versions() if is_suite else {}
     environment = Environment.of(run.partition.mesh.devices.flatten())
@@ -143,9 +156,7 @@ def evaluate(
         "worlds": of_rows.tolist(),
         "split": options.split,
         "action_repeat": file.action_repeat,
-        "references": _of_room(ROOMS[file.index["task"]], of_rows, options.episodes)
-        if file.index["domain"] == "dark_room"
-        else _simulated(file, play, needed, rows),
+        "references": references,
         "seeds": seeds.tolist(),
         "versions": {"jax": jax.__version__, **simulator},
         "environment": dataclasses.asdict(environment),
@@ -270,6 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = _options(arguments)
     check_output(options.output)
     config = config_to_ask(rest)
-    results = evaluate(config, options, lambda line: print(line, flush=True))
+    results = evaluate(config, options, print_above)
     write_json(options.output, results)
     print(f"written to {options.output}")

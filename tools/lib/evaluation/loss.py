@@ -26,6 +26,7 @@ import numpy as np
 from data import remote
 from data.batch import Batch
 from data.mixture import check_alike
+from data.progress import progress
 from data.rows import iterate
 from data.text.tokens.token_file import TokenFile
 from kernels.devices.compiler import compiler_options
@@ -191,7 +192,12 @@ def evaluate(
         f"{rows:,} rows of {tokens:,} tokens",
         flush=True,
     )
-    summed_rows = np.concatenate([*sums(parameters)], axis=1)
+    parts = []
+    with progress(read, " rows") as bar:
+        for part in sums(parameters):
+            parts.append(part)
+            bar.update(part.shape[1])
+    summed_rows = np.concatenate(parts, axis=1)
     if not summed_rows[1].any():
         raise ValueError(f"no token of these rows of {corpus} has a loss")
     about = {"run": config.workdir, "step": step, "corpus": corpus}

@@ -34,11 +34,18 @@ import numpy as np
 from tqdm import tqdm
 
 from data.json_text import parse_json
+from data.progress import progress
 from data.retrieval.lines import FORMS
 from data.text.tokens.tokenizer import Tokenizer
 from models.decode import NOTHING, Generator
 from models.sampling import Sampling
-from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
+from tasks.command_line import (
+    CONFIG_FLAGS,
+    Parser,
+    as_program,
+    at_least,
+    did_you_mean,
+)
 from tasks.generation import generator, restored_parameters
 from tasks.text import TextRun
 from tools.generate import CHAT, find_template, find_tokenizer, text_config
@@ -195,19 +202,18 @@ def check_folder(folder: Path, about: dict[str, Any]) -> None:
             )
 
 
-def answer(cell: Cell, generated: Generated, encoder: Encoder, path: Path) -> None:
-    """Adds the predictions that a file lacks."""
+def answer(
+    cell: Cell, generated: Generated, encoder: Encoder, path: Path, bar: tqdm
+) -> None:
+    """Adds the predictions that a file lacks; bar: counts the tokens of prompts."""
     done = len(read_predictions(path))
     prompts = islice(cell.prompts, done, None)
-    # Silent where standard error is not a terminal.
-    with tqdm(
-        desc=f"{cell.task} {cell.length:,}", initial=done, unit=" samples", disable=None
-    ) as shown:
-        while batch := list(islice(prompts, generated.generator.rows)):
-            texts = generated(list(map(encoder, batch)))
-            append_predictions(path, done, batch, texts)
-            done += len(batch)
-            shown.update(len(batch))
+    bar.set_description(f"{cell.task} {cell.length:,}")
+    while batch := list(islice(prompts, generated.generator.rows)):
+        texts = generated(list(map(encoder, batch)))
+        append_predictions(path, done, batch, texts)
+        done += len(batch)
+        bar.update(len(batch) * cell.length)
 
 
 def report_cache(length: int, program: Generator) -> int:
@@ -258,13 +264,22 @@ def evaluate(
     check_folder(options.output, about)
     stops = [*tokenizer.stop_tokens, *([template.end] if template else [])]
     cache_bytes = {n: report_cache(n, program) for n, program in programs.items()}
+    done = 0
+    for cell in cells:
+        path = prediction_file(options.output, cell.length, cell.task)
+        done += len(read_predictions(path)[: options.samples]) * cell.length
+    tokens = options.samples * sum(cell.length for cell in cells)
     results = []
+    with progress(tokens, " tokens", done=done) as bar:
+        for cell in cells:
+            path = prediction_file(options.output, cell.length, cell.task)
+            wanted = TASKS[cell.task].tokens
+            program = programs[cell.length]
+            generated = Generated(program, parameters, tokenizer, wanted, stops)
+            answer(cell, generated, encoder, path, bar)
     for cell in cells:
         path = prediction_file(options.output, cell.length, cell.task)
         task = TASKS[cell.task]
-        program = programs[cell.length]
-        generated = Generated(program, parameters, tokenizer, task.tokens, stops)
-        answer(cell, generated, encoder, path)
         predictions = read_predictions(path)[: options.samples]
         row = {"run": config.workdir, "step": step}
         row["cache_bytes"] = cache_bytes[cell.length]
@@ -276,7 +291,8 @@ def _names(text: str) -> list[str]:
     for name in text.split(","):
         if name not in TASKS:
             known = ", ".join(TASKS)
-            raise argparse.ArgumentTypeError(f"{name} must be one of {known}")
+            near = did_you_mean(name, TASKS)
+            raise argparse.ArgumentTypeError(f"{name} must be one of {known}{near}")
     return text.split(",")
 
 

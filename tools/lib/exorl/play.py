@@ -1,6 +1,6 @@
 """Episodes that agents play, one after the other, in contexts of all kinds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -80,6 +80,7 @@ class Play:
     targets: float (E,), the return that every episode of a row is conditioned on.
     window: episodes in a context at most, the last ones; None for all.
     policy: acts in the agent's place, if there is one.
+    on_episode: called after each.
     """
 
     actor: Actor
@@ -87,6 +88,7 @@ class Play:
     targets: np.ndarray
     window: int | None = None
     policy: Policy | None = None
+    on_episode: Callable[[], object] = lambda: None
     _done: list[ChainBatch] = field(default_factory=list)
 
     def play(self, context: Context) -> np.ndarray:
@@ -112,6 +114,7 @@ class Play:
                 self.actor.read(self.steps())
             policy = drawing if rank < drawn else act
             returns.append(self._episode(policy, where, seeds, rank))
+            self.on_episode()
         return np.stack(returns, axis=1)
 
     def steps(self) -> ChainBatch:

@@ -1,5 +1,6 @@
 """Reads the tensors of published models onto a mesh."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from data.progress import progress
 from models.abstract import Model
 from tasks.state import abstract_parameters
 from tools.lib.hf.names import EMBEDDING, HEAD, Index, Weight, stored_shapes
@@ -40,8 +42,11 @@ def load(
     abstract = abstract_parameters(model.shapes, model.axes, partition)
     leaves = traverse_util.flatten_dict(abstract)
     parameters = {}
-    for weight in weights:
-        parameters[weight.path] = _read(files, weight, leaves[weight.path])
+    count = sum(math.prod(leaves[weight.path].shape) for weight in weights)
+    with progress(count, " parameters", "reading") as bar:
+        for weight in weights:
+            parameters[weight.path] = _read(files, weight, leaves[weight.path])
+            bar.update(parameters[weight.path].size)
     return traverse_util.unflatten_dict(parameters)
 
 

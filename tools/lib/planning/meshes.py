@@ -23,6 +23,7 @@ from typing import Any
 
 import ml_collections
 
+from data.progress import progress
 from kernels.cost.choice import Choice
 from kernels.cost.clock import RingCost
 from kernels.devices.chips import Chip
@@ -105,12 +106,20 @@ def suggestions(
         return estimated
 
     meshes = []
-    for sizes in _factorisations(devices):
-        with contextlib.suppress(ValueError):
-            meshes.append(suggested(sizes))
+    all_sizes = [*_factorisations(devices)]
+    with progress(len(all_sizes), " meshes") as bar:
+        for sizes in all_sizes:
+            with contextlib.suppress(ValueError):
+                meshes.append(suggested(sizes))
+            bar.update()
     if not meshes:
         suggested((1, 1, devices, 1, 1))  # which raises
     return sorted(meshes, key=lambda mesh: mesh.rank)
+
+
+def count_parameters(config: ml_collections.ConfigDict, chip: Chip) -> int:
+    """Returns the number of a config's parameters, which no mesh changes."""
+    return make_run(config, _partition(config, chip, (1, 1, 1, 1, 1))).num_parameters
 
 
 def suggestion(run: Run) -> Suggestion:

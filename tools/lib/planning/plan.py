@@ -5,9 +5,12 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from kernels.cost.clock import PRODUCTS
 from kernels.devices.chips import Chip, measured, stall
@@ -85,15 +88,28 @@ class Plan:
     with_stalls: Estimate | None = None
 
     @classmethod
-    def of(cls, step: Step) -> "Plan":
+    def of(
+        cls,
+        step: Step,
+        phase: Callable[[str], AbstractContextManager] = nullcontext,
+    ) -> "Plan":
         """Compiles the step.
+
+        phase: in which a part of the work is done, by its name; may show how far it is.
 
         Raises:
           TooLarge: it does not fit.
         """
         start = time.perf_counter()
-        compiled = step.compile()
+        with phase("compiling"):
+            compiled = step.compile()
         seconds = time.perf_counter() - start
+        with phase("reading the program"):
+            return cls._read(step, compiled, seconds)
+
+    @classmethod
+    def _read(cls, step: Step, compiled: jax.stages.Compiled, seconds: float) -> "Plan":
+        """Reads the plan of a step from its program, compiled in these seconds."""
         devices = step.pod.devices
         program = Program.parse(compiled.as_text(), len(devices))
         chip = step.pod.chip

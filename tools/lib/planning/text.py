@@ -3,6 +3,8 @@
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
+import ml_collections
+
 from kernels.devices.chips import Chip
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
@@ -160,6 +162,34 @@ def _estimate_lines(plan: Plan) -> list[str]:
     return lines + textwrap.wrap(f"assuming {plan.estimate.assumption}", WIDTH)
 
 
+def answer(
+    meshes: Sequence[Suggestion], chip: Chip, config: ml_collections.ConfigDict
+) -> str:
+    """Returns whether a mesh fits, how fast it is, and the flags that choose it."""
+    best = meshes[0]
+    if not best.fits:
+        best = min(meshes, key=lambda mesh: mesh.memory)
+    changed = []
+    for axis, given in config.mesh.items():
+        if best.mesh.get(axis, 1) != given:
+            changed.append(axis)
+    flags = " ".join(f"--config.mesh.{x}={best.mesh.get(x, 1)}" for x in changed)
+    if all(config.mesh[axis] == -1 for axis in changed):  # which is what remains
+        flags = "the config's own mesh"
+    memory = f"{best.memory / 2**30:.3g} of {chip.hbm_bytes / 2**30:.3g} GiB"
+    if not best.fits:
+        return (
+            f"does not fit: at least {memory}, with {flags}; try "
+            "--config.remat=nothing or offload, more --config.attention_parts, more "
+            "devices or a shorter --context"
+        )
+    tokens = config.data.batch_rows * config.data.context_tokens / best.seconds
+    return (
+        f"fits: {memory}; {seconds(best.seconds)} a step, {tokens:,.0f} tokens/s; run "
+        f"with {flags}"
+    )
+
+
 def describe_meshes(meshes: Sequence[Suggestion], chip: Chip) -> list[str]:
     """Returns the lines printed for suggested meshes."""
     lines = [MESH_HEAD]
@@ -177,8 +207,7 @@ def describe_meshes(meshes: Sequence[Suggestion], chip: Chip) -> list[str]:
         )
         lines.append(line)
     return lines + [
-        "rule of thumb, best first, estimated and nothing compiled: "
-        "tools.lib.planning.meshes",
+        "best first, by a rule of thumb: estimated, and nothing compiled",
         f"memory: of a device; ! beyond {size(chip.hbm_bytes)} less {SPARE_SHARE:.0%}",
         "kernels: of attention; others: other products; waits: rings and collectives",
         "step: all of these, at least",
