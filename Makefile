@@ -10,7 +10,7 @@
 #   make format     put the code into its format
 #   make docs       the pages as a site, with an API page, in build/site
 #   make venv       only make .venv; it and train take ACCELERATOR=tpu, gpu, rl, ray,
-#                   buckets, wandb
+#                   buckets, wandb, tokamax
 
 .PHONY: help train test test-thorough test-all test-range check lint format docs venv venv-dev
 # The environment is made once, before whatever uses it.

@@ -57,7 +57,8 @@ FIELDS = dict(
     # of a tile on CPUs, where a shard has several of these; 1 elsewhere.
     stripe_granule=0,
     # Attention kernel: "pallas_tpu", "hopper", "hopper_deterministic", "triton",
-    # "blockwise", "reference" (see kernels/backends), or "": the best of the device.
+    # "tokamax", "blockwise", "reference" (see kernels/backends), or "": the best of the
+    # device.
     implementation="",
     # Tokens see this part of their document, within the windows of the model's layers:
     # "causal"; "window(N)", the last N tokens at most; or "prefix(N)": the first N

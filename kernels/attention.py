@@ -40,8 +40,9 @@ def attention(
     implementation: "reference" (whole score matrix), "blockwise" (XLA loops over the
       live tiles), "pallas_tpu" (kernels for TPUs), "hopper" (for H100 and H200, in 16
       bits), "hopper_deterministic" (the same gradients each time), "triton" (for other
-      NVIDIA GPUs), or a `backends.Backend`. A named one runs or raises; None takes the
-      best one for the device.
+      NVIDIA GPUs), "tokamax" (for Blackwell, if it is installed), or a
+      `backends.Backend`. A named one runs or raises; None takes the best one for the
+      device.
 
     Returns:
       (B, T, H, D) in the type of q; zeros for a query without visible keys.

@@ -74,7 +74,7 @@ def ring_attention(
     scale = checks.checked_scale(scale, q.shape[-1])
     soft_cap = checks.checked_soft_cap(soft_cap)
     sinks = checks.checked_sinks(sinks, q)
-    backend = choose(implementation, q.dtype)
+    backend = choose(implementation, q.dtype, q.shape[-1])
     # The oracle is a few einsums, which XLA shards as their operands are.
     if backend is not reference:
         check_local(backend is not blockwise, q, k, v)

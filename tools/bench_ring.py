@@ -162,7 +162,7 @@ Step = Callable[[jax.Array, jax.Array], Any]
 
 def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
     """Returns one ring step forward, and one backward, as functions of the bounds."""
-    step = choose(implementation, jnp.dtype(problem.dtype))
+    step = choose(implementation, jnp.dtype(problem.dtype), problem.head_dim)
     local = problem.length // problem.ring_size
     q, k, v, d_out = jax.tree.map(lambda x: x[:, :local], problem.draw())
     wide = jnp.zeros(q.shape, jnp.float32)
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not chosen.simulate:
         start_devices(chosen.devices)
     if not chosen.implementations:
-        best = choose(None, jnp.dtype(chosen.dtype))
+        best = choose(None, jnp.dtype(chosen.dtype), chosen.head_dim)
         known = IMPLEMENTATIONS
         chosen.implementations = [name for name in known if known[name] is best]
     run = simulate if chosen.simulate else measure

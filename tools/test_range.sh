@@ -48,7 +48,7 @@ while [ $# -gt 0 ]; do
     "$python" -m pip list 2>/dev/null | grep -E '^(annulus|jax|flax|numpy)'
     OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=cpu "$python" -m pytest -q \
         -p no:cacheprovider -m "not slow and (quick or not thorough)" \
-        -k "not (pallas_tpu or hopper or triton)" \
+        -k "not (pallas_tpu or hopper or triton or tokamax)" \
         "${files[@]}" ${ARGS:-}
     shift 2
 done

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from ..devices.device import device_kind, is_hopper
-from . import blockwise, reference
+from ..devices.device import device_kind, is_blackwell, is_hopper
+from . import blockwise, reference, tokamax_gpu
 
 TESTED_JAX = "0.11.2"
 """With which the kernels of every chip were compiled and tested; Pallas changes."""
@@ -35,6 +35,7 @@ class _Implementations(Mapping[str, Backend]):
         "hopper": ("hopper", {}),
         "hopper_deterministic": ("hopper", {"is_deterministic": True}),
         "triton": ("triton_gpu", {}),
+        "tokamax": ("tokamax_gpu", {}),
     }
     """Folder of the kernels, and what is special to their launch."""
 
@@ -78,8 +79,10 @@ def check_implementation(implementation: str | Backend | None) -> None:
         )
 
 
-def choose(implementation: str | Backend | None, dtype: jnp.dtype) -> Backend:
-    """Returns the backend of a name, or the best one for this type and device.
+def choose(
+    implementation: str | Backend | None, dtype: jnp.dtype, head_dim: int
+) -> Backend:
+    """Returns the backend of a name, or the best one for operands and this device.
 
     implementation: a key of `IMPLEMENTATIONS`, a backend itself, or None for the best.
 
@@ -89,20 +92,22 @@ def choose(implementation: str | Backend | None, dtype: jnp.dtype) -> Backend:
     """
     check_implementation(implementation)
     if implementation is None:
-        implementation = _best(device_kind(), jnp.dtype(dtype))
+        implementation = _best(device_kind(), jnp.dtype(dtype), head_dim)
     if isinstance(implementation, str):
         return IMPLEMENTATIONS[implementation]
     return implementation
 
 
 @functools.cache  # so that the choice is logged once
-def _best(kind: str, dtype: jnp.dtype) -> str:
+def _best(kind: str, dtype: jnp.dtype, head_dim: int) -> str:
     name = "blockwise"
     if kind.startswith("TPU"):
         name = "pallas_tpu"
     # Hopper's kernels take 16 bits alone: a WGMMA would round float32 to 19.
     elif is_hopper(kind) and dtype.itemsize == 2:
         name = "hopper"
+    elif is_blackwell(kind) and tokamax_gpu.takes(dtype, head_dim):
+        name = "tokamax"
     elif kind.startswith("NVIDIA") and importlib.util.find_spec("jax_triton"):
         name = "triton"
     logging.getLogger(__name__).info("attention on %s in %s: %s", kind, dtype, name)

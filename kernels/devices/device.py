@@ -46,3 +46,8 @@ def is_cpu() -> bool:
 def is_hopper(kind: str) -> bool:
     """Returns whether it is an H100, H200, H20, GH200 …"""
     return re.match(r"NVIDIA G?H\d", kind) is not None
+
+
+def is_blackwell(kind: str) -> bool:
+    """Returns whether it is a B200, GB200, B300 …; workstations' chips differ."""
+    return re.match(r"NVIDIA G?B\d{3}", kind) is not None

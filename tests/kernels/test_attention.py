@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import backends as backend
 from kernels import masks
 from kernels.attention import attention, attention_with_lse
+from kernels.backends import tokamax_gpu
 from kernels.masks import Visible
 from tests.cases import in_tiers, table
 from tests.cases.attention import (
@@ -35,6 +36,7 @@ BATCH, QUERIES, KEYS, HEADS, KV_HEADS, DEPTH = 2, 270, 300, 4, 2, 8
 
 
 HOPPER = "hopper", "hopper_deterministic"
+IN_16_BITS = *HOPPER, "tokamax"
 
 
 def each_of(names: Iterable[str], *others: str) -> pytest.MarkDecorator:
@@ -51,13 +53,13 @@ def each_of(names: Iterable[str], *others: str) -> pytest.MarkDecorator:
 
 each_implementation = each_of(backend.IMPLEMENTATIONS)
 in_float32 = each_of(
-    [name for name in backend.IMPLEMENTATIONS if name not in HOPPER], "pallas_tpu"
+    [name for name in backend.IMPLEMENTATIONS if name not in IN_16_BITS], "pallas_tpu"
 )
 
 
 def dtype_of(implementation: str) -> jnp.dtype:
     """What it computes in, preferably in float32."""
-    return jnp.bfloat16 if implementation in HOPPER else jnp.float32
+    return jnp.bfloat16 if implementation in IN_16_BITS else jnp.float32
 
 
 def problem(
@@ -296,14 +298,19 @@ def test_small_scales_cost_no_digits(name, dtype, scale, rng):
         assert error <= DIGITS[dtype], (field, error)
 
 
-@pytest.mark.parametrize("kind, dtype, name", table("kernels.txt", "best", jnp=jnp))
-def test_best_implementation_suits_the_device_and_the_type(
-    kind, dtype, name, monkeypatch
+@pytest.mark.parametrize(
+    "kind, dtype, depth, name", table("kernels.txt", "best", jnp=jnp)
+)
+def test_best_implementation_suits_the_device_and_the_operands(
+    kind, dtype, depth, name, monkeypatch
 ):
+    """kind: of a device, and of what is installed beside it."""
     monkeypatch.setattr(backend, "device_kind", lambda: kind)
-    if "without" in kind:
+    if "without jax-triton" in kind:
         monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
-    assert backend.choose(None, dtype) is backend.IMPLEMENTATIONS[name]
+    version = kind.partition("tokamax ")[2] or None
+    monkeypatch.setattr(tokamax_gpu, "installed_version", lambda: version)
+    assert backend.choose(None, dtype, depth) is backend.IMPLEMENTATIONS[name]
 
 
 def test_operands_over_a_mesh_are_refused_where_loops_cannot_take_them():

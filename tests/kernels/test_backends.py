@@ -28,6 +28,7 @@ from tests.kernels.backend_suite import (
     steps_of,
 )
 from tests.support.simulated_hopper import RACES
+from tests.support.simulated_tokamax import SIMULATED_TOKAMAX
 from tests.support.simulated_tpu import SIMULATED_TPU, V6E, on_chip, with_vmem
 from tests.support.simulated_triton import SIMULATED_GPU, SMALL_BLOCKS, interpreted_call
 from tests.support.steps import StepCase, truth
@@ -37,7 +38,8 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 def test_every_implementation_has_a_suite():
     """The reference is what they are compared with: see `test_reference`."""
-    suites = [TestBlockwise, TestTpu, TestHopper, TestHopperDeterministic, TestTriton]
+    gpu_suites = TestHopper, TestHopperDeterministic, TestTriton, TestTokamax
+    suites = TestBlockwise, TestTpu, *gpu_suites
     tested = {suite.implementation for suite in suites}
     assert tested == backends.IMPLEMENTATIONS.keys() - {"reference"}
 
@@ -173,6 +175,23 @@ class TestTriton(BackendSuite):
         OLD=triton_gpu.Launch(75, SMALL_BLOCKS, interpreted_call),
         NONE=triton_gpu.Launch(),
     )
+
+
+class TestTokamax(BackendSuite):
+    """How its kernels are called: stand-ins compute, and let nan of masked keys by."""
+
+    implementation = "tokamax"
+    backend = SIMULATED_TOKAMAX
+    cases = steps_of("tokamax")
+    types = BF16, F16
+    head_dims = 64, 100, 128
+    tiles = TestHopper.tiles
+    dtype = BF16
+    tolerance = 1e-2
+    refusals = refusals_of("no-tokamax", REAL=IMPLEMENTATIONS["tokamax"])
+    test_masked_keys_and_rows_that_see_nothing_are_never_computed = None
+    test_nan_in_a_key_shows_in_every_row_that_sees_it_and_in_no_other = None
+    test_nan_in_a_gradient_of_out_shows_in_what_its_row_sees_and_nowhere_else = None
 
 
 SIZES = {"BlockSizes": BlockSizes, "TPU": TPU_FORWARD["v5e"]}

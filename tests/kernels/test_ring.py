@@ -44,6 +44,10 @@ GPU_KERNELS = {
     ),
     "hopper": (Case(2, "zigzag", "none", 4, 31, 100, "sinks-cap", heads=4),),
     "hopper_deterministic": (),
+    "tokamax": (
+        Case(4, "striped", "causal", 2, 257, 64, "sinks-cap"),
+        Case(3, "zigzag", "documents", 4, 300, 100),
+    ),
 }
 """Cases beside those of all, and no slow tests where kernels are interpreted."""
 TYPES = {"triton": jnp.float32, "hopper": jnp.bfloat16}

@@ -109,7 +109,7 @@ def check(config: ml_collections.ConfigDict, devices: int | None = None) -> None
 
 def _implementation(run: Run) -> str:
     with jax.sharding.use_abstract_mesh(run.partition.mesh.abstract_mesh):
-        chosen = choose(run.implementation, run.compute_dtype)
+        chosen = choose(run.implementation, run.compute_dtype, run.sizes.head_dim)
     return next(name for name, it in IMPLEMENTATIONS.items() if it is chosen)
 
 
