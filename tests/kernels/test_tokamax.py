@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.backends import tokamax_gpu
+from kernels.backends import reference, tokamax_gpu
 from kernels.backends.steps import Rows
 from kernels.backends.tokamax_gpu import launch
 from kernels.masks import Visible
@@ -16,7 +16,7 @@ from tests.cases.attention import Case
 from tests.support import simulated_tokamax, tokamax_signatures
 from tests.support.rings import assert_as_on_one_device
 from tests.support.simulated_tokamax import SIMULATED_TOKAMAX
-from tests.support.steps import StepCase, answer, shared, truth
+from tests.support.steps import StepCase, answer, run_forward, shared, truth
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
@@ -91,4 +91,26 @@ def test_a_gradient_of_lse_alone_is_not_lost(dtype, rng):
     step.do[:, ::2] = 0
     run = shared(SIMULATED_TOKAMAX, case.scale)
     got = answer(run(step.astype(dtype)), step)
-    assert max(got.errors(truth(case, step)).values()) <= 1e-2
+    errors = got.errors(truth(case, step))
+    assert all(error <= 1e-2 for error in errors.values()), errors
+
+
+def test_causal_bounds_with_more_keys_than_queries_leave_nothing_unwritten(rng):
+    """With `is_causal` no tile writes dk and dv of the last keys."""
+    case = StepCase(77, 300)
+    step = case.draw(rng, BF16)
+    k_end = np.arange(1, 78, dtype=np.int32)[None]
+    step = step._replace(k_start=np.zeros_like(k_end), k_end=k_end)
+    run = shared(SIMULATED_TOKAMAX, case.scale)
+    errors = answer(run(step.astype(BF16)), step).errors(truth(case, step))
+    assert all(error <= 1e-2 for error in errors.values()), errors
+
+
+def test_a_scale_of_zero_weighs_all_keys_alike(rng):
+    case = StepCase(8, 128, scale=0.0)
+    step = case.draw(rng, BF16).astype(BF16)
+    out, lse = run_forward(SIMULATED_TOKAMAX, 0.0, None, step)
+    want, _ = run_forward(reference, 0.0, None, step)
+    np.testing.assert_allclose(out, want, atol=1e-2)
+    seen = np.asarray(step.k_end - step.k_start)[0]
+    np.testing.assert_allclose(np.exp(lse[0, 0]), seen.clip(0), rtol=1e-4)

@@ -5,6 +5,7 @@ registers suffice and shared memory holds the tiles.
 """
 
 import functools
+import os
 import re
 
 import jax
@@ -19,9 +20,16 @@ from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.backends.triton_gpu.launch import Launch
 from tests.cases import in_tiers
 from tests.cases.attention import covering
+from tests.support.described_b200 import b200_devices
+from tests.support.processes import ROOT
 from tests.support.ring_layers import compiled_gradients
 from tests.support.steps import StepCase, run
-from tests.support.triton_compiler import SHARED_MEMORY, Resources, TritonCompiler
+from tests.support.triton_compiler import (
+    CUOBJDUMP,
+    SHARED_MEMORY,
+    Resources,
+    TritonCompiler,
+)
 from tools.lib.compiled.pods import compile_for, gpu_devices
 
 KERNELS = "forward", "backward_dkv", "backward_dq"
@@ -107,6 +115,20 @@ def test_a_described_gpu_is_compiled_for_through_jax():
     calls = re.findall(r"custom-call\(.*triton_kernel_call.*flash_(\w+)/", program)
     assert sorted(calls) == sorted(KERNELS)
     assert not re.search(r"= bf16\[[^=]*(pad|copy|transpose|fusion)\(", program)
+
+
+@pytest.mark.thorough
+def test_blackwell_is_compiled_for_by_ptxas_from_13_3_on(tmp_path, monkeypatch):
+    """Triton's PTX for it is 9.3, as is its own assembler, which XLA finds first."""
+    requirements = (ROOT / "requirements/dev.txt").read_text()
+    pinned = re.search(r"nvidia-cuda-nvcc==(\d+)\.(\d+)", requirements)
+    assert tuple(map(int, pinned.groups())) >= (13, 3)
+    (tmp_path / "ptxas").symlink_to(CUOBJDUMP.with_name("ptxas-blackwell"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    mesh = Mesh(np.array(b200_devices()), ("device",))
+    both = functools.partial(run, IMPLEMENTATIONS["triton"], 0.1, None)
+    program = compile_for(mesh, both, step(128).abstract(jnp.bfloat16)).as_text()
+    assert all(f"flash_{kernel}/" in program for kernel in KERNELS)
 
 
 def schedule(program: str) -> str:

@@ -25,6 +25,9 @@ from tools.lib.compiled.pods import SHARED_BYTES, compile_for, gpu_devices
 DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM", "MOSAIC_GPU_DUMP_SASS"
 """Environment variables that make Mosaic print ptxas' output, the launch and SASS."""
 
+NAME = r"Compiling entry function '(\w+)_mosaic_gpu_kernel'"
+SPILLS = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -73,6 +76,19 @@ def inspect(function: Callable[..., Any], *arguments: Any) -> Inspected:
     return Inspected(program, read_kernels(printed))
 
 
+def spilled(
+    mesh: Mesh, function: Callable[..., Any], *arguments: Any
+) -> list[tuple[str, int]]:
+    """Compiles for a mesh; returns name and spilled bytes of each Mosaic kernel."""
+    with _printed() as file:
+        compile_for(mesh, function, *arguments)
+        ctypes.CDLL(None).fflush(None)  # C's buffers
+        printed = Path(file).read_text()
+    names = re.findall(NAME, printed)
+    spills = [sum(map(int, pair)) for pair in re.findall(SPILLS, printed)]
+    return sorted(zip(names, spills, strict=True))
+
+
 def assert_nothing_spills_and_products_overlap(
     kernels: list[Kernel], names: set[str], least_shared_bytes: int
 ) -> None:
@@ -90,10 +106,9 @@ def read_kernels(printed: str) -> list[Kernel]:
     Raises:
       ValueError: something is missing that was asked for in `DUMPS`.
     """
-    names = re.findall(r"Compiling entry function '(\w+)_mosaic_gpu_kernel'", printed)
+    names = re.findall(NAME, printed)
     registers = re.findall(r"Used (\d+) registers", printed)
-    frame = r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    spills = re.findall(frame, printed)
+    spills = re.findall(SPILLS, printed)
     # Of a launch: programs, clusters and threads in three dimensions, shared memory.
     launch = r"call i32 @mosaic_gpu_launch_kernel\(ptr [^,]*((?:, i32 \d+){10})"
     launches = [

@@ -1,0 +1,59 @@
+"""tokamax's kernels and rings of them, compiled for a described B200 by XLA and ptxas.
+
+With `make venv ACCELERATOR="dev tokamax"`; nothing runs here.
+"""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernels import Layout, Striped, Zigzag, causal, documents, make_ring_attention
+from kernels.backends import IMPLEMENTATIONS, tokamax_gpu
+from tests.support.described_b200 import b200_devices
+from tests.support.mosaic_kernels import spilled
+from tests.support.steps import StepCase, run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        tokamax_gpu.installed_version() != tokamax_gpu.TESTED,
+        reason="its signatures are tested without it: see test_tokamax",
+    ),
+]
+FORWARD, DKV, DQ = "flash_attention_sm100", "sm100_dkv_kernel", "sm100_dq_kernel"
+
+
+@pytest.mark.parametrize("dtype", tokamax_gpu.TYPES)
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 100, 192])
+def test_nothing_is_spilled(head_dim, soft_cap, dtype):
+    case = StepCase(1001, 777, head_dim=head_dim, bound_rows=2, has_carry=True)
+    mesh = Mesh(np.array(b200_devices()), ("device",))
+    both = functools.partial(
+        run, IMPLEMENTATIONS["tokamax"], 0.1, None, soft_cap=soft_cap
+    )
+    kernels = spilled(mesh, both, case.abstract(dtype))
+    # One of each backward kernel with `is_causal`, and one without.
+    assert kernels == [(FORWARD, 0), (DKV, 0), (DKV, 0), (DQ, 0), (DQ, 0)]
+
+
+@pytest.mark.parametrize("mask", [causal(), documents(np.arange(4096) // 999)])
+@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
+def test_a_ring_with_gradients_compiles(layout: Layout, mask):
+    mesh = Mesh(np.array(b200_devices(4)), ("ring",))
+    ring = make_ring_attention(mesh, layout=layout, implementation="tokamax")
+    sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
+    q = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16, sharding=sharding)
+    k = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16, sharding=sharding)
+
+    def squares(q, k, v):
+        return jnp.square(ring(q, k, v, mask).astype(jnp.float32)).sum()
+
+    kernels = Counter(spilled(mesh, jax.grad(squares, (0, 1, 2)), q, k, k))
+    # Four steps, and the local block's second half after them.
+    assert kernels == {(FORWARD, 0): 4, (DKV, 0): 10, (DQ, 0): 10}
