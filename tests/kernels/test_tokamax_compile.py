@@ -18,14 +18,14 @@ from tests.support.described_b200 import b200_devices
 from tests.support.mosaic_kernels import spilled
 from tests.support.steps import StepCase, run
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        tokamax_gpu.installed_version() != tokamax_gpu.TESTED,
-        reason="its signatures are tested without it: see test_tokamax",
-    ),
-]
+pytestmark = pytest.mark.slow
 FORWARD, DKV, DQ = "flash_attention_sm100", "sm100_dkv_kernel", "sm100_dq_kernel"
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    version = tokamax_gpu.installed_version()
+    assert version == tokamax_gpu.TESTED, 'make venv ACCELERATOR="dev tokamax"'
 
 
 @pytest.mark.parametrize("dtype", tokamax_gpu.TYPES)
