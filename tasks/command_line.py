@@ -300,8 +300,10 @@ def read_config(arguments: Sequence[str]) -> ConfigDict:
 def _made_by(file: str, name: str | None) -> ConfigDict:
     """Returns what the file's `get_config` returns, given a name if there is one."""
     if not Path(file).is_file():
-        beside = [*Path(file).parent.glob("*.py"), *Path("configs").glob("*.py")]
-        near = did_you_mean(Path(file).stem, [path.stem for path in beside])
+        # By the names alone: the folder that all share would make any of them near.
+        stems = [path.stem for path in Path("configs").glob("*.py")]
+        nearest = difflib.get_close_matches(Path(file).stem, stems, n=1)
+        near = "".join(f". Did you mean configs/{stem}.py?" for stem in nearest)
         raise ValueError(f"there is no config {file}: give one of configs/*.py{near}")
     try:
         get_config = runpy.run_path(file)["get_config"]
