@@ -75,7 +75,6 @@ class Summary(Counts):
             )
             if writer.supervised:
                 line += f" {writer.supervised[split]:>15,} supervised"
-                line += f" in {writer.spans[split]:,} spans"
             lines.append(line)
         rows = self.rows + self.skipped.total()
         turns = f", {self.turns:,} turns" if self.turns else ""
@@ -162,13 +161,27 @@ def write_corpus(
             cut = holdout.cut()
             is_lone = holdout.is_alone and summary.rows == 1
             for encoded in chain.from_iterable(map(read_encoded, arrays)):
-                is_free = encoded.codes < 0
-                holdout.add_tokens(encoded.marks[is_free], encoded.lengths[is_free])
-                if is_lone and is_free.any() and not encoded.weights.size:
-                    share = holdout.share_by_position()
-                    encoded = _divided(encoded, share, writer.tokenizer)
-                _write(writer, cut, encoded)
+                _write_held_out(writer, holdout, cut, encoded, is_lone)
     return summary
+
+
+def _write_held_out(
+    writer: TokenFileWriter,
+    holdout: Holdout,
+    cut: int,
+    encoded: Encoded,
+    is_lone: bool,
+) -> None:
+    """Writes documents to their splits, and counts those that the holdout assigns.
+
+    cut: of the holdout. is_lone: whether the corpus is one text, whose end is held out.
+    """
+    is_free = encoded.codes < 0
+    holdout.add_tokens(encoded.marks[is_free], encoded.lengths[is_free])
+    if is_lone and is_free.any() and not encoded.weights.size:
+        share = holdout.share_by_position()
+        encoded = _divided(encoded, share, writer.tokenizer)
+    _write(writer, cut, encoded)
 
 
 def _refuse_empty(summary: Summary, wanted: str, inputs: Sequence[Path]) -> NoReturn:

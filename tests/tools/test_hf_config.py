@@ -75,8 +75,8 @@ def test_config_files_of_hubs_are_read_or_refused_with_what_decides(case, said):
     config = model_config(fields)
     family, pattern, window, scaling = said.split(" without ")[0].split()
     assert text_fields(fields)["model_type"] == family
-    found = config.layer_pattern or "-", config.window, config.rope_scaling.rope_type
-    assert found == (pattern, int(window), scaling)
+    assert (config.layer_pattern or "-") == pattern
+    assert (config.window, config.rope_scaling.rope_type) == (int(window), scaling)
     assert ", ".join(not_applied(fields)) == said.partition(" without ")[2]
     written = config_fields(config, "bfloat16", fields)
     assert model_config(written) == config

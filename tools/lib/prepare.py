@@ -151,16 +151,9 @@ def train_command(
         )
         changes["data.batch_rows"] = batch_rows = fitting
     if held_out < batch_rows:
-        remedy = "prepare more"
-        # A row reads one more token than it has: the target of its last one.
-        least = batch_rows * config.data.context_tokens + 1
-        trained_on = fsdp * config.data.context_tokens + 1
-        share = holdout.fraction_of(least, trained_on) if holdout else None
-        if share:
-            remedy = f"prepare it again with --validation-fraction {share:.2f}"
         notes.append(
             f"no validation: {held_out} held-out {of_tokens} make no batch of "
-            f"{batch_rows}; {remedy}"
+            f"{batch_rows}; {_more_held_out(config, batch_rows, holdout)}"
         )
         changes["train.validation_batches"] = 0
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
@@ -168,6 +161,19 @@ def train_command(
     program = f"{shlex.quote(interpreter())} train.py --config={file}"
     command = " \\\n    ".join([program, *map(shlex.quote, flags)])
     return "\n".join([*notes, f"train on it:\n  {command}"])
+
+
+def _more_held_out(
+    config: ml_collections.ConfigDict, batch_rows: int, holdout: Holdout | None
+) -> str:
+    """Returns how to hold out a batch, and still have one to train on."""
+    # A row reads one more token than it has: the target of its last one.
+    least = batch_rows * config.data.context_tokens + 1
+    trained_on = config.mesh.fsdp * config.data.context_tokens + 1
+    share = holdout.fraction_of(least, trained_on) if holdout else None
+    if share:
+        return f"prepare it again with --validation-fraction {share:.2f}"
+    return "prepare more"
 
 
 def _rows(config: ml_collections.ConfigDict, split: str) -> int:

@@ -4,9 +4,8 @@ Axes: `data` and `fsdp` share out the batch, `ring` the sequence, `tensor` heads
 feed-forward's width and the vocabulary. `ulysses` cuts each shard of the ring in slices
 of its tokens, and for attention in heads. Parameters and optimizer state are sharded
 over `fsdp`, `ring` and `ulysses` together: a ring of 1024 chips must not hold 1024
-copies of a model.
-Where a ring is too large to share out a model's hidden size (3200 divides by 128, and
-not by 512), it is two axes of the mesh, and `ring_outer` counts the copies.
+copies of a model. Where a ring is too large to share out a model's hidden size (3200
+divides by 128, not by 512), it is two mesh axes, and `ring_outer` counts the copies.
 """
 
 import dataclasses
@@ -94,11 +93,11 @@ class MeshShape:
         if open_axes and num_devices % known == 0:
             sizes[open_axes[0]] = num_devices // known
         if math.prod(sizes.values()) != num_devices:
+            given = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             remaining = "" if open_axes else " (-1 takes what remains)"
             raise ValueError(
-                f"the mesh {' x '.join(f'{a} {n}' for a, n in sizes.items())} does not "
-                f"match the {num_devices} devices there are: change config.mesh so "
-                f"that its axes multiply to that{remaining}"
+                f"the mesh {given} does not match the {num_devices} devices there are: "
+                f"change config.mesh so that its axes multiply to that{remaining}"
             )
         return MeshShape(**sizes)
 

@@ -34,8 +34,6 @@ BEGINNINGS = {
     b"\x28\xb5\x2f\xfd": (".zst",),
 }
 TABLE_IS_COMPRESSED = "tables are compressed inside and read from their ends: unpack it"
-SHOWN = 3
-"""Columns that an error names."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 # Letters of a library's error that are shown.
@@ -312,12 +310,10 @@ def _existing(path: Path, names: list[str], columns: Collection[str]) -> list[st
     """Returns the columns that there are; refuses a table that has none of them."""
     existing = [name for name in names if name in columns]
     if not existing:
-        known = [name for name in columns if name != "id"]
-        some = " or ".join(known[:SHOWN])
-        others = f" or {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+        known = [name for name in columns if name != "id"][:3]  # of chats' twenty
         raise ValueError(
-            f"{path} has no column {some}{others}, but {short(names)}: choose another "
-            "column (--text-field of texts, --fields of chats) or file"
+            f"{path} has no column {' or '.join(known)}, but {short(names)}: "
+            "choose another column (--text-field, --fields) or file"
         )
     return existing
 

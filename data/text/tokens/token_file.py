@@ -248,7 +248,7 @@ class TokenFileWriter(PackedWriter):
 
     dtype: of the tokens on disk. has_loss_mask: whether documents come with weights.
     has_weights: whether some of these are weights other than 0 and 1, to be set.
-    supervised: tokens with a loss, by split; empty where all have. spans: of these.
+    supervised: tokens with a loss, by split; empty where all have.
     intervals: of keys that a token sees, at most. chat_template: of chats, to be set.
 
     Raises:
@@ -268,7 +268,6 @@ class TokenFileWriter(PackedWriter):
         self.intervals = 1
         self.counts = {split: SplitCounts(0, 0, 0) for split in SPLITS}
         self.supervised: Counter[str] = Counter()
-        self.spans: Counter[str] = Counter()
         self.tokenizer = tokenizer
         self.sources: Sources | None = None
         self.chat_template: str | None = None
@@ -327,8 +326,6 @@ class TokenFileWriter(PackedWriter):
             dtype = np.dtype("<f4" if self.has_weights else np.uint8)
             self._streams["loss", split].write(weights.astype(dtype).tobytes())
             self.supervised[split] += int(np.count_nonzero(weights))
-            begins = np.diff(weights != 0, prepend=False) & (weights != 0)
-            self.spans[split] += int(np.count_nonzero(begins))
             if segments is None:
                 segments = np.stack([starts - counts.tokens, 0 * starts], axis=1)
             in_stream = (segments + (counts.tokens, 0)).astype("<u8")

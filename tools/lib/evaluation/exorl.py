@@ -138,11 +138,7 @@ def evaluate(
         play.on_episode = bar.update
         for name, context in needed.items():
             outcomes[name] = _outcome(name, context, play, rows, say)
-        if file.index["domain"] == "dark_room":
-            room = ROOMS[file.index["task"]]
-            references = _of_room(room, of_rows, options.episodes)
-        else:
-            references = _simulated(file, play, needed, rows)
+        references = _references(file, play, needed, of_rows, rows, options.episodes)
     is_suite = file.index["domain"] in DOMAINS
     simulator = environments.versions() if is_suite else {}
     environment = Environment.of(run.partition.mesh.devices.flatten())
@@ -190,6 +186,23 @@ def _targets(
         trained = file.returns[trajectories.of_split(config, file, "train")]
         return np.full(len(worlds), trained.max())
     return np.array([file.returns[file.worlds == world].max() for world in worlds])
+
+
+def _references(
+    file: TrajectoryFile,
+    play: Play,
+    contexts: dict[str, Context],
+    worlds: np.ndarray,
+    rows: np.ndarray,
+    episodes: int,
+) -> dict[str, Any]:
+    """Returns returns to compare with: of random actions, and of who knows the goal.
+
+    worlds, rows: (E,), of the episodes, and which of them depend on each other.
+    """
+    if file.index["domain"] == "dark_room":
+        return _of_room(ROOMS[file.index["task"]], worlds, episodes)
+    return _simulated(file, play, contexts, rows)
 
 
 def _of_room(room: DarkRoom, worlds: np.ndarray, episodes: int) -> dict[str, Any]:

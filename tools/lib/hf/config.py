@@ -8,6 +8,7 @@ from data.json_text import short
 from models.sizes import LanguageModelConfig
 from tools.lib.hf import fields as table
 from tools.lib.hf.fields import Family
+from tools.lib.hf.layers import DELTA_SIZES, layer_fields, read_layers
 from tools.lib.hf.rope import (
     NOT_APPLIED,
     RopeKinds,
@@ -23,13 +24,6 @@ _SIZES = {
     "intermediate_size": "feed_forward_size",
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
-}
-_DELTA_SIZES = {
-    "linear_num_key_heads": "delta_key_heads",
-    "linear_num_value_heads": "delta_value_heads",
-    "linear_key_head_dim": "delta_key_dim",
-    "linear_value_head_dim": "delta_value_dim",
-    "linear_conv_kernel_dim": "delta_convolution",
 }
 # Numbers that may be missing: what a model here has then is the same.
 _NUMBERS = {
@@ -60,12 +54,6 @@ _OF_IMAGES = (
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
     "vision_feature_layer",
 )
-_KINDS = {ours: theirs for theirs, ours in table.LAYER_TYPES.items()}
-_OF_LAYERS = frozenset(
-    "num_hidden_layers sliding_window use_sliding_window max_window_layers "
-    "sliding_window_pattern layer_types no_rope_layers no_rope_layer_interval "
-    "full_attention_interval".split()
-)
 # Fields that older and newer versions write in the place of ours.
 _REPLACED = ("dtype", "torch_dtype", "architectures", "model_type")
 
@@ -91,7 +79,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     heads = values["num_attention_heads"]
     hidden = values["hidden_size"]
     head_dim = values["head_dim"] or hidden // heads
-    pattern, window = _read_layers(fields, family)
+    pattern, window = read_layers(fields, family)
     rope = read_rope(fields, _rope_kinds(family, fields))
     if not pattern:
         rope.pop("window_rope_theta", None)
@@ -107,7 +95,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     }
     if family.has_scaled_embeddings:
         numbers["embedding_scale"] = hidden**0.5
-    sizes = _SIZES | _DELTA_SIZES if "d" in pattern else _SIZES
+    sizes = _SIZES | DELTA_SIZES if "d" in pattern else _SIZES
     config = LanguageModelConfig(
         **{ours: values[theirs] for theirs, ours in sizes.items()},
         num_kv_heads=values["num_key_value_heads"] or heads,
@@ -325,7 +313,7 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
     """Returns the fields of config.json that the family's models are made from."""
     activation = _THEIR_ACTIVATIONS[config.activation]
     scale = config.attention_scale or config.head_dim**-0.5
-    sizes = _SIZES | _DELTA_SIZES
+    sizes = _SIZES | DELTA_SIZES
     fields = {
         **{name: getattr(config, ours) for name, ours in sizes.items()},
         **{name: getattr(config, ours) or None for name, ours in _NUMBERS.items()},
@@ -339,7 +327,7 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
         "query_pre_attn_scalar": round(scale**-2),
         "attention_multiplier": scale,
         "logits_scaling": float(f"{1 / config.logit_scale:.12g}"),
-        **_layer_fields(config.num_layers, config.layer_pattern, config.window),
+        **layer_fields(config.num_layers, config.layer_pattern, config.window),
         **rope_fields(config, family.has_rope_of_kinds),
     }
     if not config.window and "layer_types" in family.fields:
@@ -365,80 +353,3 @@ def _differences(written: Mapping[str, Any], config: LanguageModelConfig) -> lis
         for name, value in dataclasses.asdict(config).items()
         if read[name] != value
     ]
-
-
-def _read_layers(given: Mapping[str, Any], family: Family) -> tuple[str, int]:
-    """Returns the kinds of the layers, which repeat, and the window; or "" and 0.
-
-    transformers' config class makes types of layers of the fields of any version.
-
-    given: fields of config.json.
-
-    Raises:
-      ValueError: not as many types as layers, or a window of 0 tokens.
-    """
-    if not family.fields & {"sliding_window", *_DELTA_SIZES}:
-        return "", 0
-    names = given.keys() & _OF_LAYERS & family.fields
-    fields = {name: family.value(name, given) for name in names}
-    layers = fields["num_hidden_layers"]
-    types = fields.get("layer_types")
-    for name in ("layer_types", "no_rope_layers"):
-        of_layers = fields.get(name)
-        if of_layers is not None and len(of_layers) != layers:
-            count = len(of_layers)
-            raise ValueError(
-                f"config.json has {count} {name} for num_hidden_layers={layers}"
-            )
-    theirs = family.config_class(**fields)
-    uses_windows = getattr(theirs, "use_sliding_window", True)
-    window = getattr(theirs, "sliding_window", None) if uses_windows else None
-    # Mistral has a window in all layers, or none.
-    their_types = getattr(theirs, "layer_types", [_KINDS["w"]] * layers)
-    kinds = "".join(map(table.LAYER_TYPES.__getitem__, their_types))
-    if "d" in kinds and not family.fields & _DELTA_SIZES.keys():
-        raise ValueError(
-            "config.json has linear_attention in layer_types, which "
-            f"{family.model_type} has not"
-        )
-    if "w" not in kinds or not (window or types):
-        window = 0
-        kinds = kinds.replace("w", "f")
-    elif not window:
-        used = family.value("use_sliding_window", given)
-        raise ValueError(
-            "config.json has sliding_attention in layer_types and sliding_window="
-            f"{given.get('sliding_window')}, use_sliding_window={used}: a window needs "
-            "a size"
-        )
-    # A kind in capitals has no RoPE.
-    has_rope = getattr(theirs, "no_rope_layers", None) or [1] * layers
-    pairs = zip(kinds, has_rope, strict=True)
-    kinds = "".join(kind if rope else kind.upper() for kind, rope in pairs)
-    if kinds == "f" * layers:
-        return "", 0
-    length = 1
-    while _repeated(kinds[:length], layers) != kinds:
-        length += 1
-    return kinds[:length], window
-
-
-def _layer_fields(layers: int, pattern: str, window: int) -> dict[str, Any]:
-    """Returns the fields of config.json for our pattern and window, of any family."""
-    cased = _repeated(pattern or "f", layers)
-    kinds = cased.lower()
-    every = len(pattern)
-    fields = {
-        "sliding_window": window or None,
-        "use_sliding_window": "w" in kinds,
-        "max_window_layers": kinds.find("w") if "w" in kinds else layers,
-        "layer_types": [_KINDS[kind] for kind in kinds],
-        "no_rope_layers": [int(kind.islower()) for kind in cased],
-    }
-    if pattern == "w" * (every - 1) + "f":  # what older versions know
-        fields["sliding_window_pattern"] = every
-    return fields
-
-
-def _repeated(pattern: str, layers: int) -> str:
-    return (pattern * (layers // len(pattern) + 1))[:layers]
