@@ -50,6 +50,7 @@ def test_another_version_is_refused(monkeypatch, version):
         launch.installed()
 
 
+@pytest.mark.thorough(quick=3)
 @pytest.mark.parametrize("layout_name", ["contiguous", "striped", "zigzag"])
 @pytest.mark.parametrize("mask_name", ["causal", "window", "documents"])
 def test_a_ring_is_exact_but_for_the_roundings(
