@@ -11,7 +11,7 @@ TYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 """Types of operands that the kernels multiply."""
 
 MAX_HEAD = 192
-"""With 256 numbers dk, dv and the scores exceed the 512 columns of tensor memory."""
+"""Heads of 256 do not compile: 262,244 bytes of shared memory, and 232,448 exist."""
 
 
 def installed_version() -> str | None:
