@@ -242,7 +242,7 @@ def test_a_suggestion_says_whether_it_fits_how_fast_and_with_which_flags():
     chip = mock.Mock(hbm_bytes=16 * GIB)
     best = suggested(True, 11.64, ring=32, tensor=2)
     assert answer([best, suggested(True, 5, ring=64)], chip, config) == (
-        "fits: 11.6 of 16 GiB; 4 s a step, 4,096 tokens/s; run with "
+        "fits: 11.6 of 16 GiB; at least 4 s a step, at most 4,096 tokens/s; run with "
         "--config.mesh.ring=32 --config.mesh.tensor=2"
     )
     own = answer([suggested(True, 11.64, ring=64)], chip, config)

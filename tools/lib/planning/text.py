@@ -185,8 +185,8 @@ def answer(
         )
     tokens = config.data.batch_rows * config.data.context_tokens / best.seconds
     return (
-        f"fits: {memory}; {seconds(best.seconds)} a step, {tokens:,.0f} tokens/s; run "
-        f"with {flags}"
+        f"fits: {memory}; at least {seconds(best.seconds)} a step, at most "
+        f"{tokens:,.0f} tokens/s; run with {flags}"
     )
 
 
