@@ -117,6 +117,8 @@ def test_measured_stalls_lengthen_attention_alone(step, compiled, plan, monkeypa
     before = plan.at_cycles
     assert stalled.attention == pytest.approx(1.5 * before.attention)
     assert (stalled.products, stalled.small) == (before.products, before.small)
+    assert stalled.assumption.endswith("kernels: 1.5 x forward, 1.5 x backward")
+    assert "stalls" not in before.assumption
 
 
 @pytest.mark.thorough

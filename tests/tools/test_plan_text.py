@@ -86,8 +86,10 @@ def test_tables_have_the_plans_memory_and_what_a_device_costs():
     assert found == [f"{each:,.1f}" for each in hours]
     alone = dataclasses.replace(PLAN, at_cycles=PLAN.estimate)  # XLA counts no cycles
     assert (row(PLAN, "MFU"), row(alone, "MFU")) == (["35.5%", "32.1%"], ["35.5%"])
-    stalls = dataclasses.replace(PLAN, with_stalls=PLAN.at_cycles)
+    stalled = dataclasses.replace(PLAN.at_cycles, assumption="some stalls")
+    stalls = dataclasses.replace(PLAN, with_stalls=stalled)
     assert row(stalls, "MFU") == ["35.5%", "32.1%", "32.1%"]
+    assert describe(stalls)[-1] == "assuming some stalls"
     memory = dataclasses.replace(PLAN.memory, peak=15.5 * GIB, host=GIB)
     plan = dataclasses.replace(PLAN, memory=memory, unknown_loops=3)
     assert row(plan, "spare") == ["3.1%, below 5%"]

@@ -94,6 +94,7 @@ class Attention:
                 by_name[instruction.name] = shortest[kernel] / counts[kernel]
         again = areas["forward"] / areas["backward"]
         is_bfloat16 = config.compute_dtype == "bfloat16"
+        waits = [f"{factor} x {direction}" for direction, factor in stalls.items()]
         return cls(
             seconds,
             outlasting,
@@ -102,7 +103,8 @@ class Attention:
             f"remat {config.remat} runs the ring forward {again:.3g} x for each "
             "backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
-            + ("; soft caps take no time" if config.model.attention_soft_cap else ""),
+            + ("; soft caps take no time" if config.model.attention_soft_cap else "")
+            + (f"; stalls of others' kernels: {', '.join(waits)}" if waits else ""),
             ways=min(ring_pass.ring.ways for ring_pass in passes),
         )
 

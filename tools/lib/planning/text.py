@@ -159,7 +159,8 @@ def _estimate_lines(plan: Plan) -> list[str]:
     }
     for name, rate in rates.items():
         lines.append(line(f"  {name}", ((rate(e), "") for e in columns.values())))
-    return lines + textwrap.wrap(f"assuming {plan.estimate.assumption}", WIDTH)
+    last = plan.with_stalls or plan.estimate
+    return lines + textwrap.wrap(f"assuming {last.assumption}", WIDTH)
 
 
 def answer(
