@@ -263,6 +263,7 @@ class RingCost:
             waited = self.rows * self.heads.key_value * WAITED[direction] * width
             waited /= chip.hbm_bytes_per_second
         heads = self.rows * self.heads.query
+        stall = dict(chip.stalls).get(direction, 1.0)
         seconds = []
         for chunk in self.schedule.chunks:
             work = self.sequence.work(chunk.slots)
@@ -273,7 +274,7 @@ class RingCost:
             tiles += passes * others * cost.partial
             tiles += width * work.rows * cost.row
             share = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
-            seconds.append(share * (heads * tiles + waited))
+            seconds.append(stall * share * (heads * tiles + waited))
         return seconds
 
     def _kernels(self, step: int, chunk_seconds: list[np.ndarray]) -> float:

@@ -36,6 +36,7 @@ class Chip:
       link_latency: seconds before the first byte of a transfer; 0 if not published.
       sparse_cores: whether the compiler lets SparseCores run collectives; it does not
         on v4 and earlier chips.
+      stalls: factors on the seconds of kernels, by direction; () for none.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Chip:
     matrix_units: int = 0
     sparse_cores: bool = False
     link_latency: float = 0.0
+    stalls: tuple[tuple[str, float], ...] = ()
 
     @property
     def bundles_per_second(self) -> float:
@@ -122,14 +124,17 @@ bundles as tools/tpu_schedule.py counts them (results/2026-11-29-stalls.md). Our
 not run on a TPU."""
 
 
-def stall(chip: Chip, direction: str, keys: int) -> float | None:
-    """Returns a factor on the seconds of a chip's kernels; None if nobody measured it.
+def stalled(chip: Chip, keys: int) -> Chip | None:
+    """Returns a chip whose kernels stall as was measured; None if nobody measured it.
 
-    direction: "forward", or "backward", for which the forward's is taken where it alone
-      was measured. keys: of a ring step.
+    keys: of a ring step. A backward that nobody measured takes the forward's factor.
     """
     known = STALLS.get(chip.name)
     if known is None:
         return None
-    steps = known.get(direction, known["forward"])
-    return next(factor for least, factor in steps if keys >= least)
+    factors = []
+    for direction in ("forward", "backward"):
+        steps = known.get(direction, known["forward"])
+        factor = next(factor for least, factor in steps if keys >= least)
+        factors.append((direction, factor))
+    return replace(chip, stalls=tuple(factors))

@@ -154,6 +154,9 @@ def test_gradients_are_sent_as_often_as_there_are_devices(size):
     links = sum(ring._sent(n, slow, "backward") for n in range(size))
     links += ring._home(slow)
     assert links - times.outlasting == pytest.approx(times.kernels, rel=1e-3)
+    stalled = ring.times(chips.stalled(slow, LENGTH), "backward")
+    assert stalled.kernels == pytest.approx(1.38 * times.kernels)
+    assert links - stalled.outlasting == pytest.approx(stalled.kernels, rel=1e-3)
 
 
 def test_windows_send_what_neighbours_read_and_skip_the_other_steps():

@@ -273,9 +273,9 @@ def test_stalls_are_by_chip_direction_and_keys():
         (v5p, "forward", 16_383, 1.38),
         (v6e, "backward", 65_536, 1.23),  # of the forward: its own is not known
         (v7x, "backward", 512, 1.3),
-        (chips.find("TPU v4"), "forward", 16_384, None),
     ):
-        assert chips.stall(chip, direction, keys) == factor
+        assert dict(chips.stalled(chip, keys).stalls)[direction] == factor
+    assert chips.stalled(chips.find("TPU v4"), 16_384) is None
 
 
 def test_options_are_those_that_the_chip_can_follow():

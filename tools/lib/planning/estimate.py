@@ -57,13 +57,8 @@ class Attention:
     ways: int = 1
 
     @classmethod
-    def of(
-        cls, run: Run, chip: Chip, program: Program, stalls: Mapping[str, float] = {}
-    ) -> "Attention":
-        """Estimates both for a run on a mesh of this chip.
-
-        stalls: factors on the kernels' seconds, by direction; 1 where there is none.
-        """
+    def of(cls, run: Run, chip: Chip, program: Program) -> "Attention":
+        """Estimates both for a run on a mesh of this chip."""
         config = run.config
         counts = program.kernels()
         if not counts:
@@ -75,8 +70,7 @@ class Attention:
         passes = ring_passes(run, chip)
         for times, ring, direction, each in passes:
             window = ring.sequence.row.window
-            kernels = each.kernels * stalls.get(direction, 1.0)
-            spent[direction, window] += times * kernels
+            spent[direction, window] += times * each.kernels
             areas[direction] += times * ring.area
             layers[window] += times * (direction == "backward")
             outlasting += times * each.outlasting
@@ -94,7 +88,7 @@ class Attention:
                 by_name[instruction.name] = shortest[kernel] / counts[kernel]
         again = areas["forward"] / areas["backward"]
         is_bfloat16 = config.compute_dtype == "bfloat16"
-        waits = [f"{factor} x {direction}" for direction, factor in stalls.items()]
+        stalls = [f"{factor} x {direction}" for direction, factor in chip.stalls]
         return cls(
             seconds,
             outlasting,
@@ -104,7 +98,7 @@ class Attention:
             "backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
             + ("; soft caps take no time" if config.model.attention_soft_cap else "")
-            + (f"; stalls of others' kernels: {', '.join(waits)}" if waits else ""),
+            + (f"; stalls of others' kernels: {', '.join(stalls)}" if stalls else ""),
             ways=min(ring_pass.ring.ways for ring_pass in passes),
         )
 

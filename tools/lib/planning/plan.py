@@ -12,9 +12,7 @@ from typing import Any
 
 import jax
 
-from kernels.cost.clock import PRODUCTS
-from kernels.devices.chips import Chip, measured, stall
-from tasks.run import Run
+from kernels.devices.chips import Chip, measured, stalled
 from tools.lib.benchmarks.rows import Environment
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
 from tools.lib.planning.estimate import (
@@ -119,10 +117,8 @@ class Plan:
         run = step.run
         config = run.config
 
-        def timed(
-            chip: Chip, rate: float, stalls: Mapping[str, float] = {}
-        ) -> tuple[Attention, Roofline, Estimate]:
-            attention = Attention.of(run, chip, program, stalls)
+        def timed(chip: Chip, rate: float) -> tuple[Attention, Roofline, Estimate]:
+            attention = Attention.of(run, chip, program)
             known = attention.by_name | synchronous_seconds(moved, chip)
             links = {}
             for collective in moved:
@@ -136,8 +132,9 @@ class Plan:
         rate = cycles_per_second(chip)
         *_, at_cycles = timed(measured(chip), rate)
         with_stalls = None
-        if stalls := _stalls(run, chip):
-            *_, with_stalls = timed(measured(chip), rate, stalls)
+        keys = config.data.context_tokens // run.partition.ring_size
+        if slower := stalled(measured(chip), keys):
+            *_, with_stalls = timed(slower, rate)
         return cls(
             topology=step.pod.topology,
             device_kind=devices[0].device_kind,
@@ -181,13 +178,6 @@ class Plan:
             if row[name] is not None:
                 row[name]["step"] = getattr(self, name).step
         return row
-
-
-def _stalls(run: Run, chip: Chip) -> dict[str, float]:
-    """Returns factors on a run's kernels by direction; {} if none were measured."""
-    keys = run.config.data.context_tokens // run.partition.ring_size
-    factors = {direction: stall(chip, direction, keys) for direction in PRODUCTS}
-    return {name: factor for name, factor in factors.items() if factor is not None}
 
 
 def kinds(
