@@ -93,6 +93,8 @@ def source(chip: Chip) -> str:
     else:
         what = "shares of the peak, as one H100 reaches them"
         figures = [f"{name} {share:.0%}" for name, share in ATTENTION_SHARE.items()]
+    if chip.stalls:
+        what = f"stalls as others' kernels have them; {what}"
     return f"{what}: {', '.join(figures)}"
 
 
@@ -101,9 +103,13 @@ def speed(chip: Chip, direction: str) -> Speed:
     least = 2.0 * PRODUCTS[direction] * TILE**2 * LANES / chip.peak_flops
     if chip.name not in CYCLES:
         return Speed(least / ATTENTION_SHARE[direction], 0, 0, 0)
-    cycles = CYCLES[chip.name][direction]
+    cycles = Speed._make(CYCLES[chip.name][direction])
+    factor = 1.0
+    if stalls := dict(chip.stalls):
+        factor, row, diagonal = stalls.get(direction, stalls["forward"])
+        cycles = cycles._replace(row=row, diagonal=diagonal)
     seconds = Speed._make(count / chip.bundles_per_second for count in cycles)
-    return seconds._replace(full=max(seconds.full, least))
+    return seconds._replace(full=factor * max(seconds.full, least))
 
 
 def padded(head_dim: int) -> int:
@@ -263,7 +269,6 @@ class RingCost:
             waited = self.rows * self.heads.key_value * WAITED[direction] * width
             waited /= chip.hbm_bytes_per_second
         heads = self.rows * self.heads.query
-        stall = dict(chip.stalls).get(direction, 1.0)
         seconds = []
         for chunk in self.schedule.chunks:
             work = self.sequence.work(chunk.slots)
@@ -274,7 +279,7 @@ class RingCost:
             tiles += passes * others * cost.partial
             tiles += width * work.rows * cost.row
             share = (chunk.heads[1] - chunk.heads[0]) / self.heads.key_value
-            seconds.append(stall * share * (heads * tiles + waited))
+            seconds.append(share * (heads * tiles + waited))
         return seconds
 
     def _kernels(self, step: int, chunk_seconds: list[np.ndarray]) -> float:

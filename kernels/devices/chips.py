@@ -36,7 +36,7 @@ class Chip:
       link_latency: seconds before the first byte of a transfer; 0 if not published.
       sparse_cores: whether the compiler lets SparseCores run collectives; it does not
         on v4 and earlier chips.
-      stalls: factors on the seconds of kernels, by direction; () for none.
+      stalls: rows of STALLS, by direction; () for kernels that never wait.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Chip:
     matrix_units: int = 0
     sparse_cores: bool = False
     link_latency: float = 0.0
-    stalls: tuple[tuple[str, float], ...] = ()
+    stalls: tuple[tuple[str, tuple[float, int, int]], ...] = ()
 
     @property
     def bundles_per_second(self) -> float:
@@ -113,28 +113,22 @@ def measured(chip: Chip) -> Chip:
 
 
 STALLS = {
-    "TPU v5p": {"forward": ((2**14, 1.15), (0, 1.38))},
-    "TPU v6e": {"forward": ((2**14, 1.23), (0, 1.35))},
-    "TPU7x": {"forward": ((0, 1.25),), "backward": ((0, 1.30),)},
+    "TPU v5p": {"forward": (1.04, 3200, 1900)},
+    "TPU v6e": {"forward": (1.09, 2700, 900)},
+    "TPU7x": {"forward": (1.14, 2100, 1500), "backward": (1.28, 4700, 1900)},
 }
-"""Seconds of a kernel over its static bundles: by direction, and from how many keys.
+"""Cycles of kernels that wait: of a full tile, over its bundles; of a program, beside
+its tiles; and extra for a diagonal tile.
 
-tokamax's own kernels, causal, heads of 128: times in the records of its wheel 0.0.17,
-bundles as tools/tpu_schedule.py counts them (results/2026-11-29-stalls.md). Ours have
-not run on a TPU."""
+Fitted to what tokamax measured of its own kernels, full and causal, 1 to 16 Ki keys
+(results/2026-11-29-stalls.md). Ours have not run on a TPU."""
 
 
-def stalled(chip: Chip, keys: int) -> Chip | None:
-    """Returns a chip whose kernels stall as was measured; None if nobody measured it.
+def stalled(chip: Chip) -> Chip | None:
+    """Returns a chip whose kernels wait as others' do; None if nobody measured it.
 
-    keys: of a ring step. A backward that nobody measured takes the forward's factor.
+    A backward that nobody measured waits as a forward.
     """
-    known = STALLS.get(chip.name)
-    if known is None:
+    if chip.name not in STALLS:
         return None
-    factors = []
-    for direction in ("forward", "backward"):
-        steps = known.get(direction, known["forward"])
-        factor = next(factor for least, factor in steps if keys >= least)
-        factors.append((direction, factor))
-    return replace(chip, stalls=tuple(factors))
+    return replace(chip, stalls=tuple(STALLS[chip.name].items()))

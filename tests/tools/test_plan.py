@@ -111,13 +111,13 @@ def test_work_and_estimate_are_of_one_causal_document(plan):
 
 @pytest.mark.thorough
 def test_measured_stalls_lengthen_attention_alone(step, compiled, plan, monkeypatch):
-    monkeypatch.setitem(chips.STALLS, "TPU v5e", {"forward": ((0, 1.5),)})
+    monkeypatch.setitem(chips.STALLS, "TPU v5e", {"forward": (1.5, 10_000, 5_000)})
     with mock.patch.object(Step, "compile", lambda step: compiled):
         stalled = Plan.of(step).with_stalls
     before = plan.at_cycles
-    assert stalled.attention == pytest.approx(1.5 * before.attention)
+    assert stalled.attention > 1.5 * before.attention
     assert (stalled.products, stalled.small) == (before.products, before.small)
-    assert stalled.assumption.endswith("kernels: 1.5 x forward, 1.5 x backward")
+    assert "stalls as others' kernels have them; bundles" in stalled.assumption
     assert "stalls" not in before.assumption
 
 

@@ -266,18 +266,6 @@ def test_known_kinds_have_their_published_peak_and_others_nothing():
         assert chips.find(kind) is None
 
 
-def test_stalls_are_by_chip_direction_and_keys():
-    v5p, v6e, v7x = (chips.find(kind) for kind in ("TPU v5", "TPU v6 lite", "TPU7x"))
-    for chip, direction, keys, factor in (
-        (v5p, "forward", 16_384, 1.15),
-        (v5p, "forward", 16_383, 1.38),
-        (v6e, "backward", 65_536, 1.23),  # of the forward: its own is not known
-        (v7x, "backward", 512, 1.3),
-    ):
-        assert dict(chips.stalled(chip, keys).stalls)[direction] == factor
-    assert chips.stalled(chips.find("TPU v4"), 16_384) is None
-
-
 def test_options_are_those_that_the_chip_can_follow():
     """Collectives of parameters run beside the compute, where they can."""
     offload = "TPU v5p", "TPU v6e", "TPU7x"

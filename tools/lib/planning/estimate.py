@@ -88,7 +88,6 @@ class Attention:
                 by_name[instruction.name] = shortest[kernel] / counts[kernel]
         again = areas["forward"] / areas["backward"]
         is_bfloat16 = config.compute_dtype == "bfloat16"
-        stalls = [f"{factor} x {direction}" for direction, factor in chip.stalls]
         return cls(
             seconds,
             outlasting,
@@ -97,8 +96,7 @@ class Attention:
             f"remat {config.remat} runs the ring forward {again:.3g} x for each "
             "backward"
             + ("" if is_bfloat16 else f"; {config.compute_dtype} as fast as bfloat16")
-            + ("; soft caps take no time" if config.model.attention_soft_cap else "")
-            + (f"; stalls of others' kernels: {', '.join(stalls)}" if stalls else ""),
+            + ("; soft caps take no time" if config.model.attention_soft_cap else ""),
             ways=min(ring_pass.ring.ways for ring_pass in passes),
         )
 

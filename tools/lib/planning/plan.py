@@ -132,8 +132,7 @@ class Plan:
         rate = cycles_per_second(chip)
         *_, at_cycles = timed(measured(chip), rate)
         with_stalls = None
-        keys = config.data.context_tokens // run.partition.ring_size
-        if slower := stalled(measured(chip), keys):
+        if slower := stalled(measured(chip)):
             *_, with_stalls = timed(slower, rate)
         return cls(
             topology=step.pod.topology,
