@@ -182,6 +182,7 @@ def test_stalls_are_those_that_were_measured(
 ):
     speed = clock.speed(chips.stalled(chip), direction)
     factor, *_ = dict(chips.stalled(chip).stalls)[direction]
+    assert speed.full == factor * clock.speed(chip, direction).full
     full = factor * bundles / chip.bundles_per_second
     for number, seconds in enumerate(1e-3 * np.array(measured)):
         tiles = 2**number  # along a side
