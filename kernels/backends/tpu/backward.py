@@ -40,6 +40,8 @@ class BackwardOperands(NamedTuple):
     lse_delta: lse, base 2, and delta: [M, X, query tiles, 2, R].
     row_bounds: k_start and k_end: int32 [M, query tiles, 2, R].
     dq: float32 accumulators, as q or the last two axes swapped, left in HBM.
+    dkv: dk and dv so far, float32 [M, X, key tiles * block_k, D] or the last two axes
+      swapped, as the kernel returns them; () for zeros.
     """
 
     numbers: jax.Array
@@ -50,6 +52,7 @@ class BackwardOperands(NamedTuple):
     lse_delta: jax.Array
     row_bounds: jax.Array
     dq: jax.Array
+    dkv: tuple[jax.Array, ...] = ()
 
 
 class BackwardScratch(NamedTuple):
@@ -84,9 +87,14 @@ class BackwardScratch(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes of VMEM that a program takes, and whether dq of a head stays there."""
+    """Bytes of VMEM that a program takes.
+
+    memory: if dk and dv begin at 0. sums: what it takes besides to go on from others.
+    is_dq_resident: whether dq of a head stays there.
+    """
 
     memory: int
+    sums: int
     is_dq_resident: bool
 
 
@@ -105,12 +113,14 @@ def held_bytes(
     dk = pltpu.VMEM((blocks.block_k, depth), jnp.float32)
     scores = blocks.rows * blocks.block_k * 6  # S, and dS in 2 bytes
     # Pallas has two buffers for each block of K, V, dK and dV.
-    held = 2 * buffer_bytes((k, k, dk, dk)) + scores
+    sums = 2 * buffer_bytes((dk, dk))
+    held = 2 * buffer_bytes((k, k)) + sums + scores
     held += buffer_bytes(scratch.queries[:2])
     streamed = buffer_bytes(scratch.dq)
     resident = streamed // STREAMED * query_tiles
     is_resident = resident <= (limit - held) // 2
-    return Held(held + (resident if is_resident else streamed), is_resident)
+    held += resident if is_resident else streamed
+    return Held(held, sums, is_resident)
 
 
 def backward_call(
@@ -124,7 +134,7 @@ def backward_call(
     is_dq_resident: whether dq of a head stays in VMEM.
 
     Returns:
-      dq, in the place of the operand, and dk and dv, float32, shaped like k.
+      dq, dk and dv, float32, in the places of the operands, if there are some.
     """
     batch, heads, key_tiles, block_k, depth = operands.k.shape
     query_tiles, _, rows = operands.lse_delta.shape[2:]
@@ -145,20 +155,26 @@ def backward_call(
     scratch = BackwardScratch.shapes(
         rows, depth, operands.q.dtype, dq_tiles, orientation
     )
+    dkv_blocks = (dk_block,) * len(operands.dkv)
+    # In place: HBM keeps the sums of query tiles that no program visits. A block of dk
+    # and dv is read before its program writes it.
+    aliases = {flat_index(operands, "dq"): 0}
+    if operands.dkv:
+        first_sum = flat_index(operands, "dkv")
+        aliases |= {first_sum: 1, first_sum + 1: 2}
     call = pl.pallas_call(
         functools.partial(_kernel, config, dq_type, batch * key_tiles),
         name="flash_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, key_tiles),
-            # Of all but k and v the kernel itself copies the tiles that are live.
-            in_specs=[k_block, k_block, *[hbm] * 5],
+            # Of all queries the kernel itself copies the tiles that are live.
+            in_specs=[k_block, k_block, *[hbm] * 5, dkv_blocks],
             out_specs=(hbm, dk_block, dk_block),
             scratch_shapes=[scratch],
         ),
         out_shape=(jax.ShapeDtypeStruct(operands.dq.shape, jnp.float32), dk, dk),
-        # In place: HBM keeps the sums of query tiles that no program visits.
-        input_output_aliases={flat_index(operands, "dq"): 0},
+        input_output_aliases=aliases,
         **options,
     )
     return call(*operands)
@@ -176,6 +192,7 @@ def _kernel(
     lse_delta_hbm_ref: jax.Ref,  # [M, X, query tiles, 2, R]
     row_bounds_hbm_ref: jax.Ref,  # [M, query tiles, 2, R]
     dq_in_hbm_ref: jax.Ref,  # as q; the same memory as dq_hbm_ref
+    dkv_in_refs: tuple[jax.Ref, ...],  # as dk_ref and dv_ref, or ()
     dq_hbm_ref: jax.Ref,
     dk_ref: jax.Ref,  # [block_k, D]
     dv_ref: jax.Ref,  # [block_k, D]
@@ -227,9 +244,14 @@ def _kernel(
     def _():
         prefetch(here.begin, jnp.int32(0), jnp.bool(True))
 
-    # Here, and not at the first visit: keys that no query sees have gradients of 0.
-    for sum_ref in (dk_ref, dv_ref):
-        sum_ref[...] = jnp.zeros_like(sum_ref)  # [block_k, D], or swapped
+    # Here, and not at the first visit: keys that no query sees keep their gradients.
+    if dkv_in_refs:
+        dk_in_ref, dv_in_ref = dkv_in_refs
+        dk_ref[...] = dk_in_ref[...]  # [block_k, D], or swapped
+        dv_ref[...] = dv_in_ref[...]
+    else:
+        dk_ref[...] = jnp.zeros_like(dk_ref)
+        dv_ref[...] = jnp.zeros_like(dv_ref)
 
     @pl.loop(here.begin, here.end)
     def _(i):

@@ -155,6 +155,7 @@ class Cut(NamedTuple):
     sizes: tile of one head. blocks: tile of a stack, and its pieces.
     orientation: of what is computed of a tile.
     is_dq_resident: whether dq of a head stays in VMEM.
+    adds_to_dkv: whether the backward kernel can go on from dk and dv so far.
     """
 
     heads: int
@@ -163,6 +164,7 @@ class Cut(NamedTuple):
     blocks: TpuBlocks
     orientation: Orientation
     is_dq_resident: bool = False
+    adds_to_dkv: bool = False
 
     def repeat_heads(self, x: jax.Array) -> jax.Array:
         """Repeats keys for each stack: (B, S, K, D) -> (B, S, K * stacks, D)."""
@@ -190,6 +192,11 @@ class Cut(NamedTuple):
 def vmem_limit(chip: pltpu.TpuInfo) -> int:
     """Returns the bytes of VMEM that a kernel may take; the compiler keeps the rest."""
     return chip.vmem_capacity_bytes * 7 // 8
+
+
+def compiler_bytes(q: jax.Array) -> int:
+    """Returns the bytes of VMEM that the compiler takes, more for wide types."""
+    return q.dtype.itemsize * 2**18
 
 
 def row_lanes(chip: pltpu.TpuInfo) -> int:
@@ -234,10 +241,8 @@ def choose_cut(
         sizes, fitted = blocks.fit(q.shape[1], k.shape[1], heads, units)
         cut = Cut(heads, group // heads, sizes, fitted, orientation)
         held = held_bytes(cut)
-        # The compiler takes some VMEM for itself, more for wide types; smaller tiles
-        # can leave it more.
-        least = q.dtype.itemsize * 2**18
-        spare = (limit // 8 if number else least) if is_free else 0
+        # Smaller tiles can leave the compiler more.
+        spare = (limit // 8 if number else compiler_bytes(q)) if is_free else 0
         if held + spare <= limit:
             return cut
     memory = (

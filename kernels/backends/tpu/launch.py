@@ -28,6 +28,7 @@ from .block_sizes import (
     Cut,
     TpuBlocks,
     choose_cut,
+    compiler_bytes,
     vmem_limit,
 )
 from .setup import Setup, TpuBounds, row_of
@@ -122,9 +123,10 @@ class TpuBackwardSteps(PlainForm):
         dq: jax.Array,
         dkv: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Runs the kernel."""
+        """Runs the kernel, which adds to dk and dv in place if it can."""
         setup = self.setup
         cut, tiling = setup.cut, setup.tiling
+        in_place = dkv is not None and cut.adds_to_dkv
         operands = backward_kernel.BackwardOperands(
             numbers=prepared.numbers,
             k=setup.keys(k),  # [M, X, key tiles, block_k, D]
@@ -134,6 +136,7 @@ class TpuBackwardSteps(PlainForm):
             lse_delta=self.lse_delta,
             row_bounds=setup.row_bounds(prepared),  # [M, query tiles, 2, R]
             dq=cut.orientation.swap(tiling.split_heads(setup.pad_lanes(dq))),
+            dkv=tuple(setup.key_sums(x) for x in dkv) if dkv and in_place else (),
         )
         options = setup.options("arbitrary", 5, operands)
         dq, dk, dv = backward_kernel.backward_call(
@@ -146,7 +149,7 @@ class TpuBackwardSteps(PlainForm):
         dv = cut.sum_heads(tiling.join_keys(dv))  # (B, S, K, D)
         dq = tiling.join_heads(dq)[..., : setup.depth]  # (B, T, H, D), not padded
         dkv_here = dk[..., : setup.depth], dv[..., : setup.depth]
-        return dq, *added(dkv, dkv_here)
+        return dq, *added(None if in_place else dkv, dkv_here)
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,7 @@ def cut_backward(
     blocks: TpuBlocks | None = None,
     is_capped: bool = False,
 ) -> Cut:
-    """Chooses the backward kernel's blocks, and whether dq of a head stays in VMEM."""
+    """Chooses the backward kernel's blocks, and what it keeps in VMEM beside them."""
     row = row_of(q, chip)
     limit = vmem_limit(chip)
 
@@ -248,4 +251,10 @@ def cut_backward(
 
     table = TPU_BACKWARD_CAPPED if is_capped else TPU_BACKWARD
     cut = choose_cut(table, chip, q, k, lambda cut: held(cut).memory, blocks)
-    return cut._replace(is_dq_resident=held(cut).is_dq_resident)
+    memory, sums, is_dq_resident = held(cut)
+    has_room = memory + sums + compiler_bytes(q) <= limit
+    return cut._replace(
+        is_dq_resident=is_dq_resident,
+        # Gradients of several stacks are summed up after the kernel.
+        adds_to_dkv=has_room and cut.stacks == 1,
+    )

@@ -84,6 +84,12 @@ class Setup(NamedTuple):
         x = self.cut.repeat_heads(x.astype(self.row.dtype))
         return self.tiling.split_keys(self.pad_lanes(x))
 
+    def key_sums(self, x: jax.Array) -> jax.Array:
+        """Lays out dk or dv (B, S, K, D) as the backward kernel returns it."""
+        x = self.tiling.split_keys(self.pad_lanes(x))
+        x = x.reshape(*x.shape[:2], -1, x.shape[-1])  # [M, X, key tiles * block_k, D]
+        return self.cut.orientation.swap(x)
+
     def prepare(
         self, k_start: jax.Array, k_end: jax.Array, owns_keys: bool
     ) -> TpuBounds:

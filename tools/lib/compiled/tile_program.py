@@ -96,6 +96,7 @@ def make_program(
     bound = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     row = jax.ShapeDtypeStruct((1, heads, tokens), jnp.float32)
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    dk = jax.ShapeDtypeStruct(k.shape, jnp.float32)
     options = {"scale": tile.head_dim**-0.5, "soft_cap": tile.soft_cap}
     if blocks is None:
         size = {"stacked_rows": tile.block_q, "block_k": tile.block_k}
@@ -104,11 +105,12 @@ def make_program(
     if tile.direction == "forward":
         return partial(backend.forward, **options), (q, k, k, bound, bound)
 
+    # As in a ring, where the kernel goes on from dk and dv so far.
     def backward(*operands: jax.Array) -> Any:
-        *given, dq = operands
-        return backend.backward(*given, **options, dq=dq)
+        *given, dq, dk, dv = operands
+        return backend.backward(*given, **options, dq=dq, dkv=(dk, dv))
 
-    return backward, (q, k, k, q, row, row, bound, bound, dq)
+    return backward, (q, k, k, q, row, row, bound, bound, dq, dk, dk)
 
 
 def write_request(tile: Tile, blocks: TpuBlocks | None) -> str:
