@@ -260,7 +260,10 @@ class _MeshRing:
             names = self.mesh.axis_names
             others = tuple(name for name in names if name not in self.axes.ring)
             return replace(route, other_axes=others)
-        return route or all_shards(self.one_way)
+        # Here no mesh need be in use, which would name the devices: see `device_kind`.
+        device = self.mesh.abstract_mesh.abstract_device
+        kind = device.device_kind if device else None
+        return route or all_shards(self.one_way, kind)
 
 
 def _bounds_and_mask(
