@@ -15,16 +15,20 @@ chunk. Device 0 runs its own one for half of its queries at a time:
 
 So in step 2 device 2 sends the chunk's keys to 3, receives dk and dv that devices 0 and
 1 have added up, and runs its kernel. A second chunk goes the other way meanwhile: its
-keys from 2 to 1, its dk and dv from 3 to 2.
+keys from 2 to 1, its dk and dv from 3 to 2. Half of the local block's queries are put
+off to a step after the last one, or nothing would run beside the transfer that takes dk
+and dv home. In which order the rest of a step goes is a `StepOrder`. Between TPUs two
+chunks, a and b, take turns, and what travels for the one does so beside the kernel of
+the other:
 
-On accelerators the kernel computes new dk and dv while those of the step before travel,
-and XLA adds the two. Half of the local block's queries are put off to a step after the
-last one, or nothing would run beside the transfer that takes dk and dv home. On CPUs,
-which wait for transfers in any case, dk and dv arrive before the kernel, which adds to
-them in place, and nothing is put off.
+                  step 1, first half         second half             step 2, first half
+    kernel        a: adds to its dk, dv      b: adds to its own      a
+    keys          a go on                    b go on                 a
+    dk, dv        b of step 0 go on          a of step 1 go on       b of step 1
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +51,7 @@ from .chunks import (
 )
 from .comm import Ring
 from .loop import ChunkSums, Sums, ring_loop, run_kernels
+from .routes import AllShards, backward_route
 
 
 class Gradients(NamedTuple):
@@ -58,6 +63,41 @@ class Gradients(NamedTuple):
     dq: jax.Array
     dk: jax.Array
     dv: jax.Array
+
+
+class StepOrder(Enum):
+    """When a ring step's kernels run, and when dk and dv of the step before arrive."""
+
+    TAKE_TURNS = auto()
+    """Two chunks take turns: dk and dv of the one arrive beside the kernel of the
+    other, and its own next kernel adds to them in place."""
+
+    ADD_AFTER = auto()
+    """The kernels compute new dk and dv while those so far travel; XLA adds the two."""
+
+    ARRIVE_FIRST = auto()
+    """The kernels wait for dk and dv and add to them in place, and nothing is put off:
+    CPUs wait for transfers in any case."""
+
+    @classmethod
+    def of(cls, chunks: Chunks) -> "StepOrder":
+        """Returns the order for the chunks of a `backward_route`."""
+        if is_cpu():
+            return cls.ARRIVE_FIRST
+        route = chunks.ring.route
+        # A single key/value head of a few slots is not cut in two.
+        is_cut = len(chunks.schedule.chunks) == 2
+        if isinstance(route, AllShards) and route.takes_turns and is_cut:
+            return cls.TAKE_TURNS
+        return cls.ADD_AFTER
+
+    def defers(self, number: int) -> bool:
+        """Returns whether half of a chunk's local queries are put off to the end."""
+        # Of two that take turns, the first is home before that; the second comes home
+        # beside its kernel.
+        if self is StepOrder.TAKE_TURNS:
+            return number == 0
+        return self is StepOrder.ADD_AFTER
 
 
 class BackwardState(NamedTuple):
@@ -80,20 +120,19 @@ class BackwardPass:
     zeros: dq of each head group before the first step, in the backend's form.
     kernels: a backend's `BackwardSteps`, by the numbers of chunks.
     tables: what these read of the bounds, of all ring steps (see `BoundsTable`).
-    visitors: zeros for dk and dv of the chunks that only visit, if the steps are
-      counted: the carry of a loop of unknown length has one form from the start on.
+    dkv_zeros: dk and dv that the first step finds. If steps are counted, of the chunks
+      that only visit: the carry of a loop of unknown length has one form from the start
+      on. If two take turns, of both: all steps run one kernel.
     count: ring steps after the first, where the program counts them.
-    adds_in_place: whether dk and dv arrive before the kernel, which adds to them, as on
-      a CPU.
     """
 
     chunks: Chunks
     zeros: list[Any]
     kernels: dict[int, BackwardSteps]
     tables: dict[int, BoundsTable]
-    visitors: Pairs
+    dkv_zeros: Pairs
     count: jax.Array | None
-    adds_in_place: bool
+    order: StepOrder
 
     @classmethod
     def prepare(
@@ -103,6 +142,9 @@ class BackwardPass:
 
         kv: own keys and values, (B, L, K, D). visible: (m, B or 1, L).
         """
+        _, length, heads, _ = rows.q.shape
+        rows_of_key = length * heads // kv[0].shape[2]
+        ring = replace(ring, route=backward_route(ring.route, rows_of_key))
         chunks = Chunks(ring, kv, visible)
         groups = split_rows(chunks, rows)
         count = ring.count_steps(visible, chunks.length)
@@ -112,9 +154,9 @@ class BackwardPass:
             kernels[number] = backward_steps(
                 ring.backend, group, k, visible, ring.scores
             )
-        adds_in_place = is_cpu()
+        order = StepOrder.of(chunks)
         tables = {
-            number: chunks.table(number, kernel.prepare, defers=not adds_in_place)
+            number: chunks.table(number, kernel.prepare, defers=order.defers(number))
             for number, kernel in kernels.items()
         }
         # In lse's float32, whatever q is: rounded in each step, dq would lose more of
@@ -122,11 +164,12 @@ class BackwardPass:
         zeros = []
         for group, kernel in zip(groups, of_groups(chunks, kernels), strict=True):
             zeros.append(kernel.begin(jnp.zeros_like(group.q, group.lse.dtype)))
-        visitors = {}
+        dkv_zeros = {}
         for number, pair in chunks.own.items():
-            if count is not None and chunks[number].first:
-                visitors[number] = zeros_like(pair, zeros[0].dtype)
-        return cls(chunks, zeros, kernels, tables, visitors, count, adds_in_place)
+            is_counted_visitor = count is not None and chunks[number].first > 0
+            if order is StepOrder.TAKE_TURNS or is_counted_visitor:
+                dkv_zeros[number] = zeros_like(pair, zeros[0].dtype)
+        return cls(chunks, zeros, kernels, tables, dkv_zeros, count, order)
 
     def run(self) -> Gradients:
         """Returns the gradients of the device's shard."""
@@ -148,11 +191,15 @@ class BackwardPass:
 
     def take(self, step: RingStep, state: BackwardState) -> BackwardState:
         """Takes a ring step: sends k, v, and after them dk, dv, beside the kernels."""
+        if self.order is StepOrder.TAKE_TURNS:
+            is_after_last = step.like > self.chunks.schedule.last
+            state = self._take_turn(0, step, state)
+            return state if is_after_last else self._take_turn(1, step, state)
         kv = self.chunks.send_on(state.kv, step)
         arriving_dkv = self.chunks.send_gradients(state.dkv, step, self.count)
         is_sending = bool(kv or arriving_dkv)
         dkv = state.dkv | arriving_dkv
-        if self.adds_in_place:
+        if self.order is StepOrder.ARRIVE_FIRST:
             return self._add_to_arrived(step, state, kv, dkv, is_sending)
         # From no dk and dv: those of the steps before are still on their way here.
         dq, new = self._run_kernels(step, state.kv, Sums(state.dq, {}))
@@ -163,6 +210,31 @@ class BackwardPass:
         for number, pair in new.items():
             dkv = dkv | {number: added(dkv.get(number), pair)}
         return BackwardState(kv, dq, dkv)
+
+    def _take_turn(
+        self, number: int, step: RingStep, state: BackwardState
+    ) -> BackwardState:
+        """Takes half of a ring step, of two: runs the kernel of one of the chunks.
+
+        Meanwhile its keys go on, and dk and dv of the other chunk, which that one's
+        last kernel added to: in this step if that was the first half, else in the step
+        before.
+        """
+        other = 1 - number
+        kv = {number: state.kv[number]}
+        arriving = self.chunks.send_on(kv, step)
+        leaves_after = step._replace(like=step.like + number)
+        other_dkv = {other: state.dkv[other]}
+        travelling = self.chunks.send_gradients(other_dkv, leaves_after, self.count)
+        row = {number: self.chunks.rows(self.tables, step)[number]}
+        sums = run_kernels(self, row, kv, Sums(state.dq, {number: state.dkv[number]}))
+        # Held back too: if these keys left now, they would share a link with dk and dv
+        # of their chunk.
+        waiting = {i: pair for i, pair in state.kv.items() if i != number}
+        held = waiting, arriving, travelling, sums.chunks
+        held, dq = self.chunks.ring.barrier_with_dq(held, sums.groups)
+        waiting, arriving, travelling, new = held
+        return BackwardState(waiting | arriving, dq, other_dkv | travelling | new)
 
     def _add_to_arrived(
         self,
@@ -205,7 +277,7 @@ class BackwardPass:
 
     def _go_around(self) -> tuple[list[Any], Pairs]:
         """Takes all ring steps, and the one after the last."""
-        begin = BackwardState(self.chunks.own, self.zeros, self.visitors)
+        begin = BackwardState(self.chunks.own, self.zeros, self.dkv_zeros)
         state = ring_loop(self.chunks.schedule, self.take, begin, self.count)
         after = self.chunks.schedule.last + 1
         # The second half of the local block, on keys that never left.
@@ -224,7 +296,7 @@ class BackwardPass:
         }
         rows = self.chunks.rows(tables, RingStep(0, like=0))
         sums = run_kernels(self, rows, self.chunks.own, Sums(self.zeros, {}))
-        return sums.groups, sums.chunks | self.visitors
+        return sums.groups, self.dkv_zeros | sums.chunks
 
 
 def split_rows(chunks: Chunks, rows: Rows) -> list[Rows]:

@@ -272,7 +272,7 @@ class Chunks:
         Chunks that only visit other devices have slots that the device's own chunk has
         too: their gradients are added to its.
         """
-        of_group = {i: pair for i, pair in dkv.items() if self[i].heads == heads}
+        of_group = {i: dkv[i] for i in sorted(dkv) if self[i].heads == heads}
         own = [pair for i, pair in of_group.items() if self[i].first == 0]
         dk = join([dk for dk, _ in own], axis=1)  # (B, L, heads, D)
         dv = join([dv for _, dv in own], axis=1)

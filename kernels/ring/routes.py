@@ -30,6 +30,12 @@ Span = tuple[int, int]
 TILE = 128
 """Slots at whose multiples shards are cut, where they are longer than two."""
 
+TURNS_FROM = 1 << 13
+"""Rows of a key from which two chunks, one each way round, take turns.
+
+By the clock 6 to 12 % of a backward are saved from here on; with half of the rows it
+takes up to 24 % longer (results/2026-11-29-half-steps.md)."""
+
 EVERY_ROW = 1 << 22
 """Rows times shards up to which the bounds of each row are looked at."""
 
@@ -108,10 +114,12 @@ class AllShards:
 
     both_ways: half of it each way round; else all of it goes to the next devices.
     cores: of a device, which share out the heads of a chunk.
+    takes_turns: two chunks also one way: see `backward_route`.
     """
 
     both_ways: bool = False
     cores: int = 1
+    takes_turns: bool = False
 
     def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
         """Returns the chunks of shards (B, slots, heads, D).
@@ -119,10 +127,11 @@ class AllShards:
         Two chunks are of heads if these suffice, else of slots; cores share out whole
         heads. Chunks that cannot be cut go one way.
         """
-        back = range(0, -ring_size, -1)
-        whole = Chunk((0, heads), (0, slots), range(ring_size))
-        if not self.both_ways or ring_size == 1:
+        around = range(ring_size)
+        whole = Chunk((0, heads), (0, slots), around)
+        if ring_size == 1 or not (self.both_ways or self.takes_turns):
             return Schedule((whole,))
+        back = range(0, -ring_size, -1) if self.both_ways else around
         # Cores share out the heads of a chunk: in halves that they do not divide, one
         # core would wait for the other.
         unit = math.gcd(heads, self.cores)
@@ -205,6 +214,21 @@ Route = AllShards | Neighbours | Counted
 def all_shards(one_way: bool = False, kind: str | None = None) -> AllShards:
     """Returns the route of all shards, between devices of a kind (see `device`)."""
     return AllShards(rings_both_ways(kind) and not one_way, kernel_cores(kind))
+
+
+def backward_route(route: Route, rows_of_key: int, kind: str | None = None) -> Route:
+    """Returns the route of the backward pass, between devices of a kind.
+
+    Between TPUs two chunks of all shards take turns there (see `backward`), if what
+    travels can be hidden: both ways each of two links idles for half of the time.
+
+    rows_of_key: queries of a shard times the heads of a key/value head.
+    """
+    # Not on a v3: the kibibyte of semaphores, see `rings_both_ways`.
+    if not isinstance(route, AllShards) or not rings_both_ways(kind):
+        return route
+    takes_turns = not route.both_ways or rows_of_key >= TURNS_FROM
+    return replace(route, takes_turns=takes_turns)
 
 
 def route_within(

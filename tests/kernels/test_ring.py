@@ -19,6 +19,8 @@ from kernels.ring import attend as ring
 from kernels.ring import backward as ring_backward
 from kernels.ring import comm as ring_comm
 from kernels.ring import loop as ring_loop
+from kernels.ring import routes as ring_routes
+from kernels.ring.routes import ONE_WAY, AllShards
 from kernels.ring_attention import make_ring_attention
 from tests.cases import table
 from tests.cases.attention import (
@@ -219,21 +221,32 @@ def as_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes rings that are traced from now on take a TPU's order."""
     for module in ring_comm, ring_loop:
         monkeypatch.setattr(module, "is_tpu", lambda: True)
+    monkeypatch.setattr(ring_routes, "rings_both_ways", lambda kind: True)
+    monkeypatch.setattr(ring_routes, "TURNS_FROM", 1)
     for module in ring_comm, ring_backward:
         monkeypatch.setattr(module, "is_cpu", lambda: False)
 
 
+BOTH_WAYS = AllShards(both_ways=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "case",
+    "case, route",
     [
         # Halves of the queries end within a tile.
-        Case(2, "striped", "documents", 2, 997, 100, heads=2),
-        Case(2, "zigzag", "shared_prefix", 2, 96, 8, heads=4),
+        (Case(2, "striped", "documents", 2, 997, 100, heads=2), ONE_WAY),
+        (Case(2, "zigzag", "shared_prefix", 2, 96, 8, heads=4), ONE_WAY),
+        (Case(2, "striped", "documents", 2, 997, 100, heads=4), BOTH_WAYS),
+        (Case(3, "zigzag", "causal", 1, 192, 16, heads=3), BOTH_WAYS),
+        (Case(8, "striped", "causal", 1, 256, 16, heads=2), ONE_WAY),
+        (Case(2, "contiguous", "block_diffusion", 2, 128, 8, heads=4), BOTH_WAYS),
+        # One key/value head: chunks are halves of the slots.
+        (Case(4, "striped", "documents", 4, 1024, 8, heads=4), BOTH_WAYS),
     ],
 )
-def test_rings_as_on_a_tpu_match_one_device(case, monkeypatch, rng):
+def test_rings_as_on_a_tpu_match_one_device(case, route, monkeypatch, rng):
     """Operands in whole lanes, heads first; half of the own queries after the ring."""
     as_on_a_tpu(monkeypatch)
-    make = functools.partial(sharded_ring)  # not yet compiled
+    make = functools.partial(sharded_ring, route=route)  # not yet compiled
     assert_as_on_one_device(rng, case, blockwise, make=make)
