@@ -18,12 +18,14 @@ from ..layouts import order
 from ..masks import Visible
 from ..ring.routes import (
     ONE_WAY,
+    AllShards,
     Chunk,
     Counted,
     Neighbours,
     Route,
     Schedule,
     all_shards,
+    backward_route,
     reads_of,
     route_within,
 )
@@ -127,6 +129,21 @@ class Times(NamedTuple):
     kernels: float
     outlasting: float
     small: float
+
+
+class Move(NamedTuple):
+    """A transfer of a chunk by some devices. size: bytes of a whole shard."""
+
+    chunk: Chunk
+    shifts: int
+    size: float
+
+
+class Part(NamedTuple):
+    """What a ring step does at a time: kernels for some seconds, and moves."""
+
+    computed: float
+    moves: list[Move]
 
 
 class Heads(NamedTuple):
@@ -237,23 +254,21 @@ class RingCost:
 
     def times(self, chip: Chip, direction: str) -> Times:
         """Returns the seconds of a pass."""
+        if direction == "backward":
+            rows = self.sequence.length * self.heads.query // self.heads.key_value
+            route = backward_route(self.route, rows, chip.device_kinds[0])
+            if route != self.route:
+                return replace(self, route=route).times(chip, direction)
         last = self.schedule.last
+        is_tpu = chip.name.startswith("TPU")
         chunk_seconds = self._chunk_seconds(chip, direction)
         total = outlasting = 0.0
-        # All devices wait for the slowest in every step: maxima come before the sum.
         for step, weight in sampled(last + 1):
-            computed = self._kernels(step, chunk_seconds)
-            total += weight * computed
-            # Half of the local block waits for the last gradients to come home.
-            is_first_back = direction == "backward" and step == 0
-            beside = computed * (0.5 if is_first_back else 1)
-            sent = self._sent(step, chip, direction)
-            outlasting += weight * max(0.0, sent - beside)
-            if is_first_back and last:
-                home = self._home(chip)
-                # A ring that counts its steps brings them home with nothing beside.
-                outlasting += max(0.0, home - beside * (self.count is None))
-        small = SMALL[direction] * last if chip.name.startswith("TPU") else 0.0
+            for part in self._parts(step, direction, chunk_seconds):
+                total += weight * part.computed
+                sent = self._seconds(part.moves, chip)
+                outlasting += weight * max(0.0, sent - part.computed)
+        small = SMALL[direction] * last if is_tpu else 0.0
         return Times(total, outlasting, small)
 
     def _chunk_seconds(self, chip: Chip, direction: str) -> list[np.ndarray]:
@@ -282,11 +297,55 @@ class RingCost:
             seconds.append(share * (heads * tiles + waited))
         return seconds
 
-    def _kernels(self, step: int, chunk_seconds: list[np.ndarray]) -> float:
-        """Returns the seconds of the slowest device in a step.
+    def _parts(
+        self, step: int, direction: str, chunk_seconds: list[np.ndarray]
+    ) -> list[Part]:
+        """Returns what a step does at a time. chunk_seconds: of `_chunk_seconds`."""
+        chunks = self.schedule.chunks
+        takes_turns = isinstance(self.route, AllShards) and self.route.takes_turns
+        if takes_turns and len(chunks) == 2:
+            return self._turns(step, chunk_seconds)
+        computed = self._kernels(step, chunk_seconds)
+        moves = []
+        for chunk in chunks:
+            moves += self._key_moves(chunk, step)
+        if direction == "forward":
+            return [Part(computed, moves)]
+        for chunk in chunks:
+            if step <= chunk.last:
+                moves += self._gradient_moves(chunk, step - 1)
+        if step or not self.schedule.last:
+            return [Part(computed, moves)]
+        # Half of the local block waits for the last gradients to come home.
+        home = []
+        for chunk in chunks:
+            home += self._gradient_moves(chunk, chunk.last)
+        if self.count is None:
+            return [Part(computed / 2, moves), Part(computed / 2, home)]
+        # A ring that counts its steps brings them home with nothing beside.
+        return [Part(computed / 2, moves), Part(computed / 2, []), Part(0.0, home)]
 
-        chunk_seconds: of `_chunk_seconds`.
-        """
+    def _turns(self, step: int, chunk_seconds: list[np.ndarray]) -> list[Part]:
+        """Does the same for the backward of two chunks that take turns."""
+        first, second = self.schedule.chunks
+        seconds_of_first, seconds_of_second = chunk_seconds
+        of_first = self._kernels(step, [seconds_of_first, 0 * seconds_of_second])
+        of_second = self._kernels(step, [0 * seconds_of_first, seconds_of_second])
+        beside_first = self._key_moves(first, step)
+        beside_first += self._gradient_moves(second, step - 1)
+        beside_second = self._key_moves(second, step)
+        beside_second += self._gradient_moves(first, step)
+        if step:
+            return [Part(of_first, beside_first), Part(of_second, beside_second)]
+        # Half of the first chunk's local block waits for the second's gradients.
+        return [
+            Part(of_first / 2, beside_first),
+            Part(of_second, beside_second),
+            Part(of_first / 2, self._gradient_moves(second, second.last)),
+        ]
+
+    def _kernels(self, step: int, chunk_seconds: list[np.ndarray]) -> float:
+        """Returns the seconds of the slowest device in a step: all wait for it."""
         devices = self.sequence.devices
         half = self.sequence.ring_size / 2
         is_both = isinstance(self.route, Counted) and self.route.both_ways
@@ -302,30 +361,23 @@ class RingCost:
                 seconds += of_shards[np.arange(devices.size), sources]
         return float(seconds.max())
 
-    def _sent(self, step: int, chip: Chip, direction: str) -> float:
-        """Returns the seconds of the transfers beside a step, on the fullest link."""
-        moves = []
-        for chunk in self.schedule.chunks:
-            if step < chunk.last:
-                moves.append((chunk, chunk.shifts_after(step), self.keys_bytes))
-            # In a backward, the gradients of keys follow them a step later.
-            if direction == "backward" and chunk.first < step <= chunk.last:
-                shifts = chunk.shifts_after(step - 1)
-                moves.append((chunk, shifts, self.gradients_bytes))
-        return self._seconds(moves, chip)
+    def _key_moves(self, chunk: Chunk, step: int) -> list[Move]:
+        """Returns how a chunk's keys go on beside a step."""
+        if step >= chunk.last:
+            return []
+        return [Move(chunk, chunk.shifts_after(step), self.keys_bytes)]
 
-    def _home(self, chip: Chip) -> float:
-        """Returns the seconds of the last transfer, of gradients to their owners."""
-        size = self.gradients_bytes
-        # Gradients follow their keys to the last stop, and go home from there at once.
-        moves = [(c, -c.stops[-1], size) for c in self.schedule.chunks if c.last]
-        return self._seconds(moves, chip)
+    def _gradient_moves(self, chunk: Chunk, step: int) -> list[Move]:
+        """Returns how the gradients that a step added to follow the keys."""
+        if step < chunk.first or not chunk.last:
+            return []
+        is_last = step == chunk.last
+        # From the last stop they go home at once.
+        shifts = -chunk.stops[-1] if is_last else chunk.shifts_after(step)
+        return [Move(chunk, shifts, self.gradients_bytes)]
 
-    def _seconds(self, moves: list[tuple[Chunk, int, float]], chip: Chip) -> float:
-        """Returns the seconds of moves at the same time, each the shorter way round.
-
-        moves: chunks, their shifts, and the bytes of a whole shard.
-        """
+    def _seconds(self, moves: list[Move], chip: Chip) -> float:
+        """Returns the seconds of moves on the fullest link, each the shorter way."""
         devices = self.sequence.ring_size
         # Bytes by link, which is named by how far after this device the next one is.
         links: dict[int, float] = defaultdict(float)

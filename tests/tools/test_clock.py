@@ -17,7 +17,13 @@ from kernels.cost.work import TILE, Row, RowOnRing, document_spans
 from kernels.devices import chips
 from kernels.masks import Visible
 from kernels.ring.comm import Ring
-from kernels.ring.routes import ONE_WAY, AllShards, Counted
+from kernels.ring.routes import (
+    ONE_WAY,
+    TURNS_FROM,
+    AllShards,
+    Counted,
+    backward_route,
+)
 from tests.support.pages import PAGES
 from tests.support.rings import ring_mesh
 
@@ -122,10 +128,17 @@ def test_heads_wider_than_the_matrix_unit_take_several_passes():
     assert seconds(V4, 64) == seconds(V4, 128)
 
 
-def sent(ring, direction, chip=V5P):
-    """Seconds of the links in a middle step, by those of a shard's keys and values."""
+def sent(ring, direction, chip=V5P, steps=(3,)):
+    """Seconds of the links in some steps, by those of a shard's keys and values."""
     shard = ring.keys_bytes / chip.interconnect_bytes_per_second
-    return ring._sent(3, chip, direction) / shard
+    if direction == "backward":
+        route = backward_route(ring.route, TURNS_FROM, chip.device_kinds[0])
+        ring = replace(ring, route=route)
+    parts = []
+    for step in steps:
+        kernels = ring._chunk_seconds(chip, direction)
+        parts += ring._parts(step, direction, kernels)
+    return sum(ring._seconds(part.moves, chip) for part in parts) / shard
 
 
 def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
@@ -133,7 +146,9 @@ def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
         ring = make_ring(LENGTH, 8, route=route)
         assert ring.ways == ways
         assert sent(ring, "forward") == 1 / ways
-        assert sent(ring, "backward") == (1 + 2) / ways
+        # Of two chunks that take turns the gradients of one, beside the keys of the
+        # other, which go the other way.
+        assert sent(ring, "backward") == {1: 1 + 2, 2: 2 * 2 / 2}[ways]
         assert sent(ring, "forward", H200) == 1  # a switch joins GPUs
     one = make_ring(LENGTH, 1, route=ONE_WAY)
     assert one.times(V5P, "backward").outlasting == 0
@@ -143,21 +158,21 @@ def test_links_carry_half_a_shard_both_ways_and_backward_gradients_too():
 def test_gradients_are_sent_as_often_as_there_are_devices(size):
     """After each kernel but the last one, and home."""
     ring = make_ring(LENGTH, size, route=ONE_WAY)
-    # Keys go on after each step but the last, as they do forward.
-    steps = (
-        ring._sent(n, V5P, "backward") - ring._sent(n, V5P, "forward")
-        for n in range(size)
-    )
-    once = ring.gradients_bytes / V5P.interconnect_bytes_per_second
-    assert sum(steps) + ring._home(V5P) == pytest.approx(size * once)
-    slow = slower_links(V5P, 1e3)  # all kernels are beside transfers, and once
-    times = ring.times(slow, "backward")
-    links = sum(ring._sent(n, slow, "backward") for n in range(size))
-    links += ring._home(slow)
-    assert links - times.outlasting == pytest.approx(times.kernels, rel=1e-3)
-    stalled = ring.times(chips.stalled(slow), "backward")
-    assert stalled.kernels > times.kernels  # and hide as much more
-    assert links - stalled.outlasting == pytest.approx(stalled.kernels, rel=1e-3)
+    steps = range(size)
+    # Keys go on after each step but the last, as they do forward; gradients have twice
+    # their bytes.
+    gradients = sent(ring, "backward", V5P, steps) - sent(ring, "forward", V5P, steps)
+    assert gradients == pytest.approx(2 * size)
+    for route in ONE_WAY, AllShards(both_ways=True):
+        ring = make_ring(TURNS_FROM, size, route=route)
+        slow = slower_links(V5P, 1e3)  # all kernels are beside transfers, and once
+        times = ring.times(slow, "backward")
+        links = sent(ring, "backward", slow, steps)
+        links *= ring.keys_bytes / slow.interconnect_bytes_per_second
+        assert links - times.outlasting == pytest.approx(times.kernels, rel=1e-3)
+        stalled = ring.times(chips.stalled(slow), "backward")
+        assert stalled.kernels > times.kernels  # and hide as much more
+        assert links - stalled.outlasting == pytest.approx(stalled.kernels, rel=1e-3)
 
 
 # Of tokamax's kernels: bundles of a full tile, and ms of 16 heads of 16, 8, 4, 2 and 1
@@ -201,9 +216,9 @@ def test_windows_send_what_neighbours_read_and_skip_the_other_steps():
     few = make_ring(16384, layout=zigzag, mask=window, route=route)
     assert few.describe() == "neighbours" and few.schedule.last == 1
     # Two ways carry what is read: a sixteenth of a shard each, in place of half of one.
-    carried = [ring._sent(0, V5P, "forward") for ring in (few, whole)]
+    carried = [sent(ring, "forward", steps=(0,)) for ring in (few, whole)]
     assert carried[0] == carried[1] / 8
-    assert few._sent(1, V5P, "backward") == 0  # gradients go home at once
+    assert sent(few, "backward", steps=(1,)) == 0  # gradients go home at once
     times = [ring.times(V5P, "forward") for ring in (few, whole)]
     assert times[0].outlasting == 0 and times[0].kernels < times[1].kernels
 
@@ -214,7 +229,6 @@ def test_a_counted_ring_brings_gradients_home_alone(count):
     ring = make_ring(LENGTH, 8, layouts.Zigzag(), route=route, count=count)
     assert ring.schedule.last == count
     home = count * ring.gradients_bytes / V5P.interconnect_bytes_per_second
-    assert ring._home(V5P) == pytest.approx(home)
     outlasting = ring.times(V5P, "backward").outlasting
     assert outlasting >= home and (count or outlasting == 0)
     rings = replace(ring, count=0), ring  # of a batch: both take as many steps
