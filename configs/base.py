@@ -60,6 +60,10 @@ FIELDS = dict(
     # "tokamax", "blockwise", "reference" (see kernels/backends), or "": the best of the
     # device.
     implementation="",
+    # What moves a ring's shards between NVIDIA GPUs: "nccl", whose kernels take SMs
+    # from attention; or, between the GPUs of one process and untimed so far, "peer",
+    # their copy engines, or "symmetric", NCCL's one-sided puts.
+    gpu_transfers="nccl",
     # Tokens see this part of their document, within the windows of the model's layers:
     # "causal"; "window(N)", the last N tokens at most; or "prefix(N)": the first N
     # tokens of every document see each other, and are not predicted.

@@ -18,7 +18,6 @@ from data.document_mask import DocumentMask
 from kernels import masks
 from kernels.decode_attention import CachedAttention
 from kernels.delta.attention import advance
-from kernels.devices.compiler import compiler_options
 from kernels.layouts import divisor, order, padded_length
 from models import cache as caches
 from models.abstract import joined
@@ -111,7 +110,7 @@ def generator(
         jax.jit,
         out_shardings=(cache, whole, whole),
         donate_argnums=1,  # the cache: two of them might not fit
-        compiler_options=compiler_options(partition.mesh.devices.flat[0].device_kind),
+        compiler_options=run.compiler_options,
     )
     programs = TextPrograms.of(run, sampling, samples)
 

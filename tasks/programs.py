@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from kernels.devices.compiler import compiler_options
 from tasks.parts import Data
 from tasks.run import Run
 from tasks.state import abstract_frozen, identity, sharding_of
@@ -39,7 +38,7 @@ def compile_programs(run: Run, frozen: Any) -> Programs:
     whole = state.step.sharding
     train_step = run.train_step().lower(state, batch, *rest).compile()
     evaluate = make_evaluate_step(run.held_out.loss_sum, run.held_out.count)
-    options = compiler_options(run.partition.mesh.devices.flat[0].device_kind)
+    options = run.compiler_options
     evaluate = jax.jit(evaluate, out_shardings=whole, compiler_options=options)
     if config.train.validation_batches:
         evaluate = evaluate.lower(state.params, batch, *rest).compile()

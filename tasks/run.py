@@ -373,14 +373,19 @@ class Run[Sizes: DecoderConfig](abc.ABC):
             self._state_shapes, self.model.axes, self.optimizer, self.partition
         )
 
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, str]:
+        """XLA's options of the programs that attend."""
+        return compiler_options(self.partition.mesh, self.config.gpu_transfers)
+
     def train_step(self) -> jax.stages.Wrapped:
         """Builds the program of `make_train_step`; it donates the state."""
         config = self.config
         sharding = sharding_of(self.state_like)
-        kind = self.partition.mesh.devices.flat[0].device_kind
-        options = compiler_options(kind)
+        options = self.compiler_options
         if config.overlap_parameters:
-            options |= parameter_options(chips.find(kind))
+            kind = self.partition.mesh.devices.flat[0].device_kind
+            options = options | parameter_options(chips.find(kind))
         step = make_train_step(
             self.objective.loss_sum,
             self.optimizer,

@@ -18,6 +18,7 @@ from data.agents.chains import ORDERS, PREDICTED
 from data.rows import ROW_PLANS
 from kernels.backends import IMPLEMENTATIONS
 from kernels.cost.work import Row
+from kernels.devices.compiler import GPU_TRANSFERS
 from kernels.masks import Visible
 from tasks import corpora, exorl, text
 from tasks.config_errors import fields_by_name, names_fields
@@ -196,6 +197,7 @@ def _names(config: ConfigDict) -> Iterator[str]:
     known: dict[str, Collection[str]] = {
         "task": TASKS,
         "implementation": ("", *IMPLEMENTATIONS),
+        "gpu_transfers": GPU_TRANSFERS,
         "data.rows": ROW_PLANS,
         "lora.base_dtype": ("", *COMPUTE_DTYPES),
     }

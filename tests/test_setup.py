@@ -186,7 +186,7 @@ def test_checks_of_a_device_are_rehearsed(device, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:]
     found = {path.stem for path in tmp_path.glob("*.json") if path.read_text()}
     names = {"kernels", "ring", "gist", "sizes"}
-    assert found == names | ({"rings"} if device == "tpu" else set())
+    assert found == names | {"rings" if device == "tpu" else "rings_nccl"}
     for context in "64", "128":
         *_, last = (
             (tmp_path / f"train_{context}/metrics.jsonl").read_text().split("\n{")

@@ -22,7 +22,8 @@ is the same sum in tiles (Striped Attention, 2311.09431, section 3.3).
 The output is a JSON list of rows. Keys: the fields of `Environment` and `times` in
 `tools/lib/benchmarks/rows.py`, of `Problem` in `problems.py`, and
 
-- implementation and layout; block_q and block_k of the tiles that are counted;
+- implementation and layout; gpu_transfers, what moves shards between NVIDIA GPUs (see
+  `kernels/devices/compiler.py`); block_q and block_k of the tiles that are counted;
 - tflops, model TFLOP/s of all devices by flops_convention, and peak_share, its share of
   the devices' peak (null on an unknown chip, or if not in bfloat16);
 - tiles_total over devices and ring steps, tiles_critical_path (of the slowest device of
@@ -36,6 +37,7 @@ The output is a JSON list of rows. Keys: the fields of `Environment` and `times`
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
@@ -54,7 +56,7 @@ from kernels.backends import IMPLEMENTATIONS, choose
 from kernels.backends.steps import Rows
 from kernels.backends.tile_layout import BlockSizes
 from kernels.cost.choice import default_granule
-from kernels.devices.compiler import compiler_options
+from kernels.devices.compiler import GPU_TRANSFERS, compiler_options
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag, permute, unpermute
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks import rows
@@ -80,6 +82,7 @@ TILE = 128
 COLUMNS = {
     "layout": "{layout}",
     "implementation": "{implementation}",
+    "transfers": "{gpu_transfers}",
     "median s": "{seconds_median:.4f}",
     "spread": "{seconds_spread:.0%}",
     "cpu s": "{cpu_seconds_median:.3f}",
@@ -122,6 +125,7 @@ class CompiledRing:
         operands: Operands,
         layout: str,
         implementation: str,
+        gpu_transfers: str,
         devices: Sequence[jax.Device],
     ):
         mesh = Mesh(np.array(devices), ("ring",))
@@ -139,8 +143,8 @@ class CompiledRing:
         sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
         sharded = [jax.device_put(in_order(np.asarray(x)), sharding) for x in operands]
         begin = time.perf_counter()
-        kind = compiler_options(devices[0].device_kind)
-        program = jax.jit(both, compiler_options=kind).lower(*sharded).compile()
+        chosen = compiler_options(mesh, gpu_transfers)
+        program = jax.jit(both, compiler_options=chosen).lower(*sharded).compile()
         self._run = partial(program, *sharded)
         self.compile_seconds = time.perf_counter() - begin
 
@@ -239,16 +243,18 @@ def measure(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str, 
     with contextlib.ExitStack() as stack:
         makes: list[Callable[..., CompiledRing | Original]] = []
         facts: list[dict[str, Any]] = []
-        for name in chosen.implementations:
-            for layout in chosen.layouts:
-                options = {"layout": layout, "implementation": name}
-                makes.append(partial(CompiledRing, **options, devices=devices))
-                tiles = _tiles(problem, layout)
-                facts.append(options | {"block_q": TILE, "block_k": TILE} | tiles)
+        variants = (chosen.implementations, chosen.layouts, chosen.gpu_transfers)
+        for name, layout, transfers in itertools.product(*variants):
+            options = {"layout": layout, "implementation": name}
+            options["gpu_transfers"] = transfers
+            makes.append(partial(CompiledRing, **options, devices=devices))
+            tiles = _tiles(problem, layout)
+            facts.append(options | {"block_q": TILE, "block_k": TILE} | tiles)
         for chunk in chosen.chunks if chosen.beside else ():
             how = {"python": chosen.beside, "chunk": chunk, "stack": stack}
             makes.append(partial(Original, **how))
             options = {"layout": "contiguous", "implementation": "ringattention"}
+            options["gpu_transfers"] = None
             facts.append(options | {"block_q": chunk, "block_k": chunk})
         runs = [make(problem, operands) for make in makes]
         samples = rows.take_rounds([run.sample for run in runs], chosen.repeats)
@@ -310,6 +316,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = tuple(IMPLEMENTATIONS)
     words = {"help": f"of {', '.join(known)} (default: the best of the device)"}
     add("--implementations", nargs="+", choices=known, metavar="NAME", **words)
+    modes = tuple(GPU_TRANSFERS)
+    add("--gpu-transfers", default=["nccl"], nargs="+", choices=modes)
     add("--chunks", default=[128, 256, 512], nargs="+", type=at_least(1))
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--simulate", action="store_true", help="step by step")
@@ -326,7 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = {name: getattr(chosen, name) for name in names}
     problem = Problem(**given, ring_size=chosen.devices)
     if not chosen.simulate:
-        start_devices(chosen.devices)
+        kind = start_devices(chosen.devices)[0].device_kind
+        if chosen.gpu_transfers != ["nccl"] and not kind.startswith("NVIDIA"):
+            raise ValueError(f"--gpu-transfers must be nccl, got devices of {kind}")
     if not chosen.implementations:
         best = choose(None, jnp.dtype(chosen.dtype), chosen.head_dim)
         known = IMPLEMENTATIONS

@@ -7,8 +7,9 @@
 # Usage: [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/gpu_check.sh [rehearsal]
 #        [OUT=folder] [WHEELS=folder] [PYTHON=python] bash tools/tpu_check.sh [rehearsal]
 #
-# OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json, and of TPUs
-# rings.json, of rings over all chips of the host; and train_CONTEXT/metrics.jsonl, with
+# OUT gets tests.txt, log.txt, kernels.json, sizes.json, gist.json, ring.json, and of rings
+# over all chips of the host rings.json on TPUs, and where there are several GPUs a file
+# for each way to move shards (GPU_TRANSFERS); and train_CONTEXT/metrics.jsonl, with
 # seconds, MFU and memory of each step. Copy them into results/, under the name of the device.
 # WHEELS holds packages to be installed first, without a network.
 # "rehearsal" runs all of it in tiny sizes on a CPU, to try the script itself.
@@ -46,6 +47,7 @@ rehearsal*)
     ring=(--implementations blockwise --devices 2 --length 256 --heads 1
         --kv-heads 1 --head-dim 16 --repeats 1 --calls 1)
     rings=(--devices 2 --length 64 --heads 1 --kv-heads 1 --repeats 1)
+    modes=(nccl)
     contexts=(64 128)
     train=(--config=configs/tiny.py --config.train.steps=3)
     ;;
@@ -60,6 +62,9 @@ gpu)
     gist=(--lengths 108540 --masks full --contestants hopper cudnn
         --repeats 2 --calls 1)
     ring=(--devices 8 --length 131072 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16)
+    rings=(--length 65536 --heads 16 --kv-heads 16 --head-dim 128 --dtype bfloat16
+        --implementations hopper --layouts striped --repeats 3)
+    modes=(nccl peer symmetric)
     contexts=(32768 131072)
     train=(--config=configs/h200_1b.py --config.train.steps=5)
     ;;
@@ -100,10 +105,16 @@ step kernels 200 "$PYTHON" -m tools.bench_kernels "${kernels[@]}" \
 JAX_PLATFORMS=$platform step tests 200 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}" \
     > >(tee "$OUT/tests.txt")
 step ring 90 "$PYTHON" -m tools.bench_ring --simulate "${ring[@]}" --output "$OUT/ring.json"
+chips=$("$PYTHON" -c 'import jax; print(jax.device_count())')
 if [ "$device" = tpu ]; then
-    chips=$("$PYTHON" -c 'import jax; print(jax.device_count())')
     step rings 90 "$PYTHON" -m tools.bench_ring --devices "$chips" "${rings[@]}" \
         --output "$OUT/rings.json"
+elif [ "$chips" -gt 1 ] || [ $platform = cpu ]; then
+    # A mode that hangs or fails costs no other its rows.
+    for mode in "${modes[@]}"; do
+        step "rings_$mode" 90 "$PYTHON" -m tools.bench_ring --devices "$chips" \
+            "${rings[@]}" --gpu-transfers "$mode" --output "$OUT/rings_$mode.json"
+    done
 fi
 # One document, this project's Python end to end: attention reaches over the whole context.
 "$PYTHON" - "$OUT/corpus" <<'END' || failed+=(corpus)

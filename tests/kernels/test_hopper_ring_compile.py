@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from kernels.backends import IMPLEMENTATIONS
+from kernels.devices.compiler import compiler_options
 from tests.support.ring_layers import (
     compile_without_bodies,
     compiled_gradients,
@@ -63,6 +64,33 @@ def test_a_step_of_a_ring_in_a_loop_runs_few_instructions_beside_its_kernels():
     text = compile_without_bodies(mesh, gradient, *inputs).as_text()
     # At 82d0029 each step of the backward found its live tiles: 12 of them.
     assert 4 <= small_instructions(text, 32) <= 7
+
+
+def compiled_transfers(gpu_transfers: str) -> tuple[list[str], list[str], str]:
+    """Compiles a ring of two; returns orders, modes of its transfers, and the text."""
+    mesh = described_mesh(2)
+    gradient, inputs = layers_gradient(mesh, BACKEND, LENGTH)
+    options = compiler_options(mesh, gpu_transfers)
+    program = jax.jit(gradient, compiler_options=options)
+    text = compile_without_bodies(mesh, program, *inputs).as_text()
+    modes = re.findall(r'permute-start\(.*"collectives_mode":"(\w+)"', text)
+    return sorted(Program.parse(text, 2).orders()), modes, text
+
+
+@pytest.mark.parametrize(
+    "gpu_transfers, mode, is_registered",
+    [
+        ("nccl", "COLLECTIVES_MODE_INVALID", False),
+        ("peer", "COLLECTIVES_PEER_MEMORY", False),
+        ("symmetric", "COLLECTIVES_SYMMETRIC_MEMORY", True),
+    ],
+)
+def test_transfers_of_a_mode_are_ordered_alike(gpu_transfers, mode, is_registered):
+    """Symmetric ones are between arrays in memory that all GPUs have registered."""
+    orders, modes, text = compiled_transfers(gpu_transfers)
+    assert orders == ["sBd" * 3, "sFdF"]
+    assert len(modes) == 4 and set(modes) == {mode}
+    assert ("S(1)" in text) == is_registered
 
 
 @pytest.mark.slow

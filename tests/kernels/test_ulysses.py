@@ -145,7 +145,7 @@ def test_transfers_of_a_ring_of_four_over_ulysses_overlap_its_kernels(chip):
     sharding = NamedSharding(mesh, P(None, ("ring", "ulysses")))
     shapes = [(1, 2048 * devices, heads, 128) for heads in (8, 4, 4)]
     arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes]
-    options = compiler_options(mesh.devices.flat[0].device_kind)
+    options = compiler_options(mesh)
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=options)
     text = compile_for(mesh, gradient, *arrays).as_text()
     found = Program.parse(text, devices).collectives()

@@ -29,7 +29,6 @@ from data.mixture import check_alike
 from data.progress import progress
 from data.rows import iterate
 from data.text.tokens.token_file import TokenFile
-from kernels.devices.compiler import compiler_options
 from tasks import corpora
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least
 from tasks.generation import restored_parameters
@@ -134,8 +133,7 @@ def token_losses(run: TextRun) -> Callable[[Any, Batch], jax.Array]:
             lambda weights: loss_sum(parameters, batch._replace(loss_weights=weights))
         )(batch.loss_weights)
 
-    kind = run.partition.mesh.devices.flat[0].device_kind
-    options = compiler_options(kind)
+    options = run.compiler_options
     return jax.jit(losses, out_shardings=run.sharding, compiler_options=options)
 
 
