@@ -186,7 +186,7 @@ def printed(path: Path) -> Iterator[str]:
 def test_messages_of_the_page_are_those_of_the_source():
     text = (ROOT / "docs/when_it_goes_wrong.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
-    folders = "data", "tasks", "tools/lib/compiled", "training"
+    folders = "data", "kernels/devices", "tasks", "tools/lib/compiled", "training"
     files = [file for name in folders for file in (ROOT / name).rglob("*.py")]
     said = "\n".join(text for file in files for text in printed(file))
     assert len(quoted) > 20 and [m for m in quoted if m not in said] == []

@@ -11,14 +11,13 @@ from .device import rings_both_ways
 TRANSFERS = 32
 """In flight on a TPU: on six ring orders, keys, values and the gradients of both."""
 
-_MODE = "xla_gpu_collective_permute_mode"
 GPU_TRANSFERS = {
-    "nccl": {},
-    "peer": {_MODE: "COLLECTIVES_PEER_MEMORY"},
-    "symmetric": {_MODE: "COLLECTIVES_SYMMETRIC_MEMORY"},
+    "nccl": "COLLECTIVES_PRIVATE_MEMORY",
+    "peer": "COLLECTIVES_PEER_MEMORY",
+    "symmetric": "COLLECTIVES_SYMMETRIC_MEMORY",
 }
-"""XLA's options by what moves a ring's shards between NVIDIA GPUs: NCCL's kernels, on
-SMs that attention then lacks; copies by the copy engines into the next GPU's memory; or
+"""XLA's modes by what moves a ring's shards between NVIDIA GPUs: NCCL's kernels, on SMs
+that attention then lacks; copies by the copy engines into the next GPU's memory; or
 NCCL's one-sided puts into memory that all have registered."""
 
 
@@ -55,12 +54,8 @@ def compiler_options(mesh: Mesh | str, gpu_transfers: str = "nccl") -> dict[str,
             f"gpu_transfers must be one of {', '.join(GPU_TRANSFERS)}, got "
             f"{gpu_transfers!r}"
         )
-    if isinstance(mesh, str):
-        device_kind = mesh
-        processes = jax.process_count()
-    else:
-        device_kind = mesh.devices.flat[0].device_kind
-        processes = len({device.process_index for device in mesh.devices.flat})
+    is_kind = isinstance(mesh, str)
+    device_kind = mesh if is_kind else mesh.devices.flat[0].device_kind
     options = {}
     if device_kind.startswith("TPU"):
         options["xla_tpu_scheduler_percent_shared_memory_limit"] = "110"
@@ -71,13 +66,20 @@ def compiler_options(mesh: Mesh | str, gpu_transfers: str = "nccl") -> dict[str,
         options["xla_enable_async_collective_permute"] = "true"
     if device_kind.startswith("NVIDIA"):
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = "16"
-        if processes == 1:
-            options |= GPU_TRANSFERS[gpu_transfers]
-    if gpu_transfers != "nccl" and _MODE not in options:
-        _say_ignored(gpu_transfers, device_kind, processes)
+    if gpu_transfers != "nccl":
+        # Asking JAX starts its devices, which a pod's do together.
+        processes = jax.process_count() if is_kind else _processes(mesh)
+        if device_kind.startswith("NVIDIA") and processes == 1:
+            options["xla_gpu_collective_permute_mode"] = GPU_TRANSFERS[gpu_transfers]
+        else:
+            _say_ignored(gpu_transfers, device_kind, processes)
     if device_kind == "cpu":
         options["xla_cpu_prefer_vector_width"] = "512"
     return options
+
+
+def _processes(mesh: Mesh) -> int:
+    return len({device.process_index for device in mesh.devices.flat})
 
 
 @functools.cache  # so that it is logged once

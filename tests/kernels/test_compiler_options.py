@@ -37,6 +37,7 @@ def test_peer_transfers_are_for_the_gpus_of_one_process(
     for line in caplog.messages:
         assert line.startswith("gpu_transfers='peer' is for NVIDIA GPUs of one process")
         assert f"this is {kind} in {processes}" in line
+    assert compiler_options("NVIDIA H200", "peer").items() >= PEER.items()
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "TPU v5e", "TPU v3", "cpu"])
