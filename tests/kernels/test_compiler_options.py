@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from configs import base
 from kernels.devices import compiler
 from kernels.devices.compiler import compiler_options
+from tasks.text import TextRun
+from tests.small.models import partition_of
+from training.sharding.mesh import MeshShape
 
 PEER = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
@@ -47,6 +51,15 @@ def test_by_default_a_kind_has_the_options_of_its_mesh(kind, caplog):
         kind, "nccl"
     )
     assert not {*PEER} & {*options} and not caplog.messages
+
+
+def test_a_run_asks_for_its_configs_transfers(caplog):
+    compiler._say_ignored.cache_clear()
+    config = base.changed(gpu_transfers="symmetric")
+    options = TextRun(config, partition_of(MeshShape())).compiler_options
+    assert options == compiler_options("cpu")
+    (line,) = caplog.messages
+    assert line.startswith("gpu_transfers='symmetric' is for NVIDIA GPUs")
 
 
 def test_unknown_transfers_are_refused():
