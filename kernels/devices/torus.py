@@ -94,9 +94,14 @@ def _pairs(coords: Sequence[Coords] | None) -> tuple[Groups, Groups] | None:
 
 
 def coords_of(device: jax.Device) -> Coords | None:
-    """Returns a TPU core's coordinates: of its chip, and which of its cores."""
+    """Returns a TPU core's coordinates: of its chip, and which of its cores.
+
+    None for others: a GPU's are the numbers of its host and in it, and no torus.
+    """
     chip = getattr(device, "coords", None)
-    return None if chip is None else (*chip, getattr(device, "core_on_chip", 0))
+    if chip is None or device.platform != "tpu":
+        return None
+    return (*chip, getattr(device, "core_on_chip", 0))
 
 
 def coords_of_all(devices: Iterable[jax.Device]) -> list[Coords] | None:

@@ -173,6 +173,15 @@ def rings_of(mesh: np.ndarray) -> np.ndarray:
     return np.moveaxis(mesh, RING, -1).reshape(-1, mesh.shape[RING])
 
 
+def test_rings_of_gpus_stay_in_a_host_where_they_fit():
+    """Of these XLA knows host and number, which looks like a torus of 2 x 8."""
+    gpus = gpu_devices("h200", 8, hosts=2)
+    assert gpus[8].coords == [0, 1, 0]
+    for ring in rings_of(lay_out((1, 2, 8, 1), gpus)):
+        assert len({gpu.process_index for gpu in ring}) == 1
+    assert ring_devices(gpus) == gpus
+
+
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
 def test_a_ring_larger_than_a_slice_goes_through_one_slice_after_the_other(
     num_slices: int, rng: np.random.Generator
