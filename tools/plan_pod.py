@@ -182,7 +182,7 @@ def _document(text: str) -> int | str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the program."""
     parser = Parser(__doc__, epilog=CONFIG_FLAGS)
-    kinds = "as v4:8x8x8 (chips), v5p-128 (a cloud's name) or h200:4x8 (hosts x GPUs)"
+    kinds = "as v4:8x8x8 (chips), v5p-128 (a cloud's name) or b200:4x8 (hosts x GPUs)"
     parser.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help=kinds)
     parser.add_argument(
         "--devices", type=int, help="use only this many devices of the topology"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..devices.chips import Chip
+from ..devices.device import is_hopper
 from ..layouts import order
 from ..masks import Visible
 from ..ring.routes import (
@@ -94,6 +95,8 @@ def source(chip: Chip) -> str:
         figures = [f"{name} {full}" for name, (full, *_) in CYCLES[chip.name].items()]
     else:
         what = "shares of the peak, as one H100 reaches them"
+        if not is_hopper(chip.device_kinds[0]):
+            what += f" (those of {chip.name} are not known)"
         figures = [f"{name} {share:.0%}" for name, share in ATTENTION_SHARE.items()]
     if chip.stalls:
         what = f"stalls as others' kernels have them; {what}"

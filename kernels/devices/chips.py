@@ -90,6 +90,9 @@ CHIPS = (
     # torchtitan's table of peaks, ml-engineering; NVLink 5: 1800 GB/s both ways. The
     # smaller of the two memory sizes sold.
     Chip("B200", ("NVIDIA B200",), 2250e12, 180 * GB, 8000e9, 900e9),
+    # NVIDIA's sheet of the GB200 NVL72 by 72: 180 PFLOP/s (torchtitan's table has the
+    # same), 13.4 TB, 576 TB/s; 130 TB/s of NVLink 5 both ways.
+    Chip("GB200", ("NVIDIA GB200",), 2500e12, 186 * GB, 8000e9, 900e9),
 )
 
 

@@ -32,7 +32,7 @@ from tests.support.mosaic_kernels import (
     read_kernels,
 )
 from tests.support.steps import Step, StepCase, run_backward, run_forward
-from tools.lib.compiled.pods import SHARED_BYTES
+from tools.lib.compiled.gpus import SHARED_BYTES
 
 SEPARATE = {"flash_backward_keys", "flash_backward_queries"}
 

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import Layout, Striped, Zigzag, causal, documents, make_ring_attention
 from kernels.backends import IMPLEMENTATIONS, tokamax_gpu
-from tests.support.described_b200 import b200_devices
 from tests.support.mosaic_kernels import spilled
 from tests.support.steps import StepCase, run
+from tools.lib.compiled.pods import gpu_devices
 
 pytestmark = pytest.mark.slow
 FORWARD, DKV, DQ = "flash_attention_sm100", "sm100_dkv_kernel", "sm100_dq_kernel"
@@ -33,7 +33,7 @@ def installed():
 @pytest.mark.parametrize("head_dim", [64, 100, 192])
 def test_nothing_is_spilled(head_dim, soft_cap, dtype):
     case = StepCase(1001, 777, head_dim=head_dim, bound_rows=2, has_carry=True)
-    mesh = Mesh(np.array(b200_devices()), ("device",))
+    mesh = Mesh(np.array(gpu_devices("b200")), ("device",))
     both = functools.partial(
         run, IMPLEMENTATIONS["tokamax"], 0.1, None, soft_cap=soft_cap
     )
@@ -45,7 +45,7 @@ def test_nothing_is_spilled(head_dim, soft_cap, dtype):
 @pytest.mark.parametrize("mask", [causal(), documents(np.arange(4096) // 999)])
 @pytest.mark.parametrize("layout", [Striped(), Zigzag()])
 def test_a_ring_with_gradients_compiles(layout: Layout, mask):
-    mesh = Mesh(np.array(b200_devices(4)), ("ring",))
+    mesh = Mesh(np.array(gpu_devices("b200", 4)), ("ring",))
     ring = make_ring_attention(mesh, layout=layout, implementation="tokamax")
     sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
     q = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16, sharding=sharding)

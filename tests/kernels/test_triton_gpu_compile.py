@@ -20,7 +20,6 @@ from kernels.backends.triton_gpu.block_sizes import KernelBlocks, TritonBlocks
 from kernels.backends.triton_gpu.launch import Launch
 from tests.cases import in_tiers
 from tests.cases.attention import covering
-from tests.support.described_b200 import b200_devices
 from tests.support.processes import ROOT
 from tests.support.ring_layers import compiled_gradients
 from tests.support.steps import StepCase, run
@@ -125,7 +124,7 @@ def test_blackwell_is_compiled_for_by_ptxas_from_13_3_on(tmp_path, monkeypatch):
     assert tuple(map(int, pinned.groups())) >= (13, 3)
     (tmp_path / "ptxas").symlink_to(CUOBJDUMP.with_name("ptxas-blackwell"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    mesh = Mesh(np.array(b200_devices()), ("device",))
+    mesh = Mesh(np.array(gpu_devices("b200")), ("device",))
     both = functools.partial(run, IMPLEMENTATIONS["triton"], 0.1, None)
     program = compile_for(mesh, both, step(128).abstract(jnp.bfloat16)).as_text()
     assert all(f"flash_{kernel}/" in program for kernel in KERNELS)

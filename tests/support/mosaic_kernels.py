@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tests.support.sass import cuda_root, read_pipeline
-from tools.lib.compiled.pods import SHARED_BYTES, compile_for, gpu_devices
+from tools.lib.compiled.gpus import SHARED_BYTES
+from tools.lib.compiled.pods import compile_for, gpu_devices
 
 DUMPS = "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM", "MOSAIC_GPU_DUMP_SASS"
 """Environment variables that make Mosaic print ptxas' output, the launch and SASS."""

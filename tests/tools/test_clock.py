@@ -117,6 +117,8 @@ def test_kernels_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
     assert clock.speed(V4, "backward").full == pytest.approx(max(bundles, least))
     assert clock.source(V4).endswith("forward 4142, backward 9522")
     assert clock.source(H200).endswith("reaches them: forward 60%, backward 50%")
+    b200 = chips.find("NVIDIA B200")
+    assert "(those of B200 are not known): forward 60%" in clock.source(b200)
 
 
 def test_heads_wider_than_the_matrix_unit_take_several_passes():

@@ -233,6 +233,7 @@ def test_what_cannot_be_described_is_refused(asked, said):
 
 NO_TOPOLOGY = "h200:1x9 h200:1x1x8 h100:2x2x8 v5p-99999 v5p b200 v5e:16x32 v5e:2x2x2"
 NO_TOPOLOGY += " v6:2x2 tpu7x-7 v4:16x16x32 v4:2x2 v5e:02x2 v5p-100 v5p-3 v5litepod-1"
+NO_TOPOLOGY += " gb200:1x8 b100:1x8 a100:65x8"
 
 
 @pytest.mark.parametrize("name", NO_TOPOLOGY.split())

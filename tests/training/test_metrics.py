@@ -259,7 +259,7 @@ def test_known_kinds_have_their_published_peak_and_others_nothing():
     for kind, *known in table("runs.txt", "peak"):
         chip = chips.find(kind)
         assert [chip.name, chip.peak_flops] == known
-    with pytest.raises(ValueError, match="matrix_units of B200 must be known, got 0"):
+    with pytest.raises(ValueError, match="matrix_units of GB200 must be known, got 0"):
         _ = chip.bundles_per_second
     unknown = ["", "TPU v4 lite", "TPU v9", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "v4"]
     for kind in [*unknown, jax.devices("cpu")[0].device_kind]:

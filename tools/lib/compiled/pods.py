@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernels.devices import chips
 from kernels.devices.chips import Chip
 from kernels.devices.torus import wraps
+from tools.lib.compiled.gpus import GPUS
 
-GPUS_OF_A_HOST = 8
 MOST_HOSTS = 64
-
-BETWEEN_HOSTS = 50e9
-"""Bytes a second of a GPU to other hosts: 400 Gb/s of InfiniBand each, as DGX have."""
 
 ENVIRONMENT = {
     # Do not query the cloud's metadata server.
@@ -40,23 +36,6 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 """Environment variables under which libtpu loads to compile only."""
-
-
-SHARED_BYTES = 232448
-"""Largest shared memory of a thread block (227 KiB)."""
-
-_HOPPER = (Path(__file__).parent / "hopper.pbtxt").read_text("utf-8")
-_GPUS = (
-    ("h200", 4_800_000_000_000, 151_397_597_184, "NVIDIA H200"),
-    ("h100", 3_350_000_000_000, 85_520_809_984, "NVIDIA H100 80GB HBM3"),
-)
-"""Name, bytes a second and bytes of the memory, kind."""
-GPUS = {
-    name: _HOPPER
-    % {"bandwidth": rate, "memory": size, "kind": kind, "shared": SHARED_BYTES}
-    for name, rate, size, kind in _GPUS
-}
-"""XLA's target configs, each a `stream_executor.GpuTargetConfigProto`."""
 
 GPU_OPTIONS = {
     "xla_backend_optimization_level": 3,
@@ -178,7 +157,10 @@ def gpu_devices(name: str, gpus: int = 1, hosts: int = 1) -> list[jax.Device]:
             "installed: it is in requirements/dev.txt"
         )
     return topologies.get_topology_desc(
-        "", "cuda", topology=f"1x{hosts}x{gpus}", target_config=GPUS[name]
+        "",
+        "cuda",
+        topology=f"1x{hosts}x{gpus}",
+        target_config=GPUS[name].target_config(),
     ).devices
 
 
@@ -211,11 +193,12 @@ class TooLarge(Exception):
 
 
 def chip_of(topology: str, device_kind: str) -> Chip:
-    """Returns the capabilities of a device, with the slowest link of the topology."""
+    """Returns the chip of a device; of GPUs, with the slowest link of the topology."""
     chip = chips.find(device_kind)
     name, _, shape = topology.partition(":")
-    if name in GPUS and shape.split("x")[-2:-1] != ["1"]:
-        return dataclasses.replace(chip, interconnect_bytes_per_second=BETWEEN_HOSTS)
+    gpu = GPUS.get(name)
+    if gpu and int(shape.partition("x")[0]) > gpu.joined_hosts:
+        return dataclasses.replace(chip, interconnect_bytes_per_second=gpu.network)
     return chip
 
 
@@ -228,7 +211,7 @@ class Pod:
 
     @property
     def chip(self) -> Chip:
-        """Capabilities of one device; of GPUs of several hosts, the link between."""
+        """Capabilities of one device, as of `chip_of`."""
         return chip_of(self.topology, self.devices[0].device_kind)
 
     def first(self, count: int) -> "Pod":
@@ -272,9 +255,9 @@ def known_topologies() -> dict[str, list[str]]:
         for count in counts:
             shape = "x".join(map(str, pod.grow(count)))
             known[chip].append(f"{chip}:{shape}")
-    for name in GPUS:
-        known[name] = [f"{name}:1x{2**power}" for power in range(4)]
-        known[name] += [f"{name}:{2**power}x8" for power in range(1, 7)]
+    for name, gpu in GPUS.items():
+        known[name] = [f"{name}:1x{n}" for n in (1, 2, 4, 8) if n <= gpu.of_host]
+        known[name] += [f"{name}:{2**n}x{gpu.of_host}" for n in range(1, 7)]
     return known
 
 
@@ -316,7 +299,7 @@ def aot_pod(name: str) -> Pod:
         sizes = [int(size) for size in shape.split("x")]
         if len(sizes) == 2:
             hosts, gpus = sizes
-            if 1 <= gpus <= GPUS_OF_A_HOST and 1 <= hosts <= MOST_HOSTS:
+            if 1 <= gpus <= GPUS[chip].of_host and 1 <= hosts <= MOST_HOSTS:
                 return Pod(name, gpu_devices(chip, gpus, hosts))
         raise ValueError(refusal)
     try:
