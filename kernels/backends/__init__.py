@@ -102,7 +102,7 @@ def choose(
 def _best(kind: str, dtype: jnp.dtype, head_dim: int) -> str:
     name = "blockwise"
     if kind.startswith("TPU"):
-        name = "pallas_tpu"
+        name = "pallas_tpu" if _jax_knows_tpu() else name
     # Hopper's kernels take 16 bits alone: a WGMMA would round float32 to 19.
     elif is_hopper(kind) and dtype.itemsize == 2:
         name = "hopper"
@@ -112,3 +112,12 @@ def _best(kind: str, dtype: jnp.dtype, head_dim: int) -> str:
         name = "triton"
     logging.getLogger(__name__).info("attention on %s in %s: %s", kind, dtype, name)
     return name
+
+
+def _jax_knows_tpu() -> bool:
+    """Returns whether jax has this TPU's sizes, by which kernels are cut."""
+    try:
+        importlib.import_module("jax.experimental.pallas.tpu").get_tpu_info()
+    except ValueError:
+        return False
+    return True

@@ -43,8 +43,8 @@ class Choice(NamedTuple):
     seconds: float = 0.0
 
 
-ASSUMED = "H200"
-"""The chip that devices are taken for that are in no table."""
+ASSUMED = {True: "TPU7x", False: "H200"}
+"""The chip that devices are taken for that are in no table: of TPUs, and of others."""
 
 
 @functools.cache  # so that it is logged once
@@ -55,15 +55,16 @@ def known_chip(kind: str) -> Chip:
     """
     chip = find(kind)
     if chip is None:
+        assumed = ASSUMED[kind.startswith("TPU")]
         if kind != "cpu":  # whose devices stand in for others
             logging.getLogger(__name__).warning(
-                "%s is not in the table of chips: layouts are chosen, and seconds "
-                "estimated, as for the %s; name the layout, or add a row to "
-                "kernels/devices/chips.py",
+                "%s is not in the table of chips: no MFU is reported, and layouts are "
+                "chosen, and seconds estimated, as for the %s; name the layout, or add "
+                "a row to kernels/devices/chips.py",
                 kind,
-                ASSUMED,
+                assumed,
             )
-        chip = next(chip for chip in CHIPS if chip.name == ASSUMED)
+        chip = next(chip for chip in CHIPS if chip.name == assumed)
     return measured(chip)
 
 

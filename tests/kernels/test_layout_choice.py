@@ -6,7 +6,7 @@ import pytest
 
 from kernels import choose_layout, layouts
 from kernels.backends.tile_layout import BlockSizes
-from kernels.cost.choice import Choice, default_granule, known_chip, options, ranked
+from kernels.cost.choice import Choice, default_granule, options, ranked
 from kernels.cost.work import Row, RowOnRing
 from kernels.devices import chips
 from kernels.layouts import Contiguous, Layout, Striped, Zigzag
@@ -98,17 +98,6 @@ def test_a_ring_goes_both_ways_where_slower_links_would_be_waited_for():
     limit = 2.0
     (found,) = ranked(options([Zigzag()], may_count=False), seconds, chip)
     assert found.one_way
-
-
-@pytest.mark.parametrize("kind", ["TPU v7", "NVIDIA GB200", "AMD Instinct MI300X"])
-def test_a_chip_that_no_table_has_is_named_with_what_is_assumed(kind, caplog):
-    known_chip.cache_clear()
-    chip = known_chip(kind)
-    assert chip == known_chip("NVIDIA H200")
-    (line,) = caplog.messages
-    assert line.startswith(f"{kind} is not in the table of chips: ") and "H200" in line
-    known_chip("cpu")
-    assert len(caplog.messages) == 1
 
 
 def test_large_rings_are_sampled():
