@@ -44,6 +44,7 @@ from tests.support.steps import StepCase, answer, assert_true, compiled, run, tr
     [
         # A v3 multiplies in float32 only; its rows are padded to 256 numbers.
         (pltpu.ChipVersion.TPU_V3, (150, 600, 2), jnp.bfloat16),
+        (pltpu.ChipVersion.TPU_8T, (150, 600, 2), jnp.float32),
         *(
             pytest.param(version, (1500, 2500, 2, 128), dtype, marks=pytest.mark.slow)
             for version in list(pltpu.ChipVersion)[1:]
@@ -106,7 +107,7 @@ def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
     return pallas_tpu.cut_forward(chip, q, k), pallas_tpu.cut_backward(chip, q, k)
 
 
-@pytest.mark.parametrize("version", ["v3", "v4", "v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("version", ["v3", "v4", "v5e", "v5p", "v6e", "7x", "8t"])
 def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
     """Of up to 72 heads, all of which are in some stack."""
     chip = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), 1)
@@ -117,6 +118,8 @@ def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
         for cut in cuts(chip, q, k):
             assert cut.heads * cut.stacks == group
             assert cut.blocks.stacked_rows == cut.heads * cut.sizes.block_q
+            assert cut.orientation.sublanes == chip.num_sublanes
+            assert cut.sizes.block_q % (2 * chip.num_sublanes) == 0
 
 
 @pytest.mark.quick

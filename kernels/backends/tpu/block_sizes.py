@@ -13,9 +13,6 @@ from ...masks import Array
 from ..tile_layout import BlockSizes, Tiling
 from .vector import LANES, UPRIGHT, Orientation
 
-MIN_BLOCK_Q = 16
-"""Sublanes of a packed 16-bit VMEM tile: a DMA cannot copy fewer rows."""
-
 
 @dataclass(frozen=True)
 class TpuBlocks:
@@ -137,6 +134,7 @@ TPU_FORWARD_CAPPED = TPU_FORWARD | {
     "v5e": TpuBlocks(1024, 1024, 256, 128, 1, 2),
     "v5p": TpuBlocks(1024, 1024, 512, 128, 1, 2),
     "v6e": TpuBlocks(1024, 1024, 512, 256, 1, 1, diagonal_ahead=3, diagonal_behind=2),
+    "7x": TpuBlocks(1024, 1024, 512, 256, 1, 1, diagonal_ahead=3, diagonal_behind=2),
 }
 
 TPU_BACKWARD_CAPPED = TPU_BACKWARD | {
@@ -235,8 +233,10 @@ def choose_cut(
     for number, (heads, blocks) in enumerate(choices):
         # A head's rows must be whole lanes where they lie along the lanes.
         can_swap = q.shape[1] >= LANES and heads * LANES <= blocks.stacked_rows
-        orientation = Orientation.of(chip, depth) if can_swap else UPRIGHT
-        unit = LANES if orientation.axis else MIN_BLOCK_Q
+        upright = replace(UPRIGHT, sublanes=chip.num_sublanes)
+        orientation = Orientation.of(chip, depth) if can_swap else upright
+        # Upright, a DMA copies at least the rows of a packed 16-bit VMEM tile.
+        unit = LANES if orientation.axis else 2 * chip.num_sublanes
         units = unit, row_lanes(chip)
         sizes, fitted = blocks.fit(q.shape[1], k.shape[1], heads, units)
         cut = Cut(heads, group // heads, sizes, fitted, orientation)

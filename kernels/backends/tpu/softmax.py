@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .bounds import Strip
 from .tile_config import TileConfig
-from .vector import LANES, SUBLANES, Orientation, fold
+from .vector import LANES, Orientation
 
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Row maximum m before any key: finite, as -inf - -inf is nan."""
@@ -230,7 +230,7 @@ class LazyTile(NamedTuple):
         unissued = iter(subtiles)  # whose S is to be issued
         l = None
         acc = None
-        max_l = jnp.zeros((SUBLANES, LANES), jnp.float32)  # [8, 128]
+        max_l = jnp.zeros((orientation.sublanes, LANES), jnp.float32)  # [8, 128]
         for strip in plan.strips:
             if not strip.columns:
                 # These rows see nothing here, but version 1 - src is what goes on.
@@ -251,14 +251,14 @@ class LazyTile(NamedTuple):
             if is_first:
                 l = initial.l(strip.rows)  # [rows, 128], or [8, rows]
             # Lane by lane: a sum over lanes would hold up the next matmul.
-            l = l + fold(jnp.add, p, orientation.keys_axis)
+            l = l + orientation.fold(jnp.add, p, orientation.keys_axis)
             # Rounded for the MXU alone: l has summed P in float32.
             p_queue.append((strip, c, p.astype(self.v.dtype)))
             if len(p_queue) > plan.behind:
                 acc = self._add_values(*p_queue.popleft(), acc)
             if c == strip.columns[-1]:
                 orientation.at(state.l.at[1 - self.src], strip.rows)[...] = l
-                folded = fold(jnp.maximum, l, orientation.axis)  # [8, 128]
+                folded = orientation.fold(jnp.maximum, l, orientation.axis)  # [8, 128]
                 max_l = jnp.maximum(max_l, folded)
         while p_queue:
             acc = self._add_values(*p_queue.popleft(), acc)
@@ -293,7 +293,7 @@ class LazyTile(NamedTuple):
 def row_maxima(s: list[jax.Array], orientation: Orientation) -> jax.Array:
     """Returns maxima of the rows of s, at least NOTHING: [rows, 1] or [1, rows]."""
     axis = orientation.keys_axis
-    folded = [fold(jnp.maximum, part, axis) for part in s]  # as l
+    folded = [orientation.fold(jnp.maximum, part, axis) for part in s]  # as l
     maxima = functools.reduce(jnp.maximum, folded)  # as l
     # Where all are masked, m of -inf would make exp2(-inf - -inf): nan.
     return jnp.maximum(maxima.max(axis=axis, keepdims=True), NOTHING)
@@ -329,7 +329,7 @@ def exact_tile(
     m = orientation.widen(state.m[...], width)  # meets S
     for c, s in zip(columns, scores, strict=True):
         p = jnp.exp2(s - m)  # [rows, cols], or swapped
-        l = l + fold(jnp.add, p, orientation.keys_axis)
+        l = l + orientation.fold(jnp.add, p, orientation.keys_axis)
         v = v_ref[pl.ds(c, width), :]  # [cols, D]
         acc = acc + config.product(p.astype(v_ref.dtype), v, (orientation.keys_axis, 0))
     state.l[...] = l

@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-SUBLANES = 8
 
 # Dimensions that `dot` contracts, named as in BLAS.
 NT = (1, 1)  # [m, d], [n, d] -> [m, n]
@@ -33,15 +32,6 @@ def dot(
     return lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
     )
-
-
-def fold(combine: Callable, x: jax.Array, axis: int) -> jax.Array:
-    """Combines vector registers along an axis: leaves 8 rows, or 128 columns."""
-    width = LANES if axis else SUBLANES
-    folded = lax.slice_in_dim(x, 0, width, axis=axis)  # as x, 8 or 128 along the axis
-    for first in range(width, x.shape[axis], width):
-        folded = combine(folded, lax.slice_in_dim(x, first, first + width, axis=axis))
-    return folded
 
 
 def reciprocal(x: jax.Array, newton_steps: int = 2) -> jax.Array:
@@ -98,16 +88,19 @@ class Orientation:
         axis 1   S^T [keys, rows]   accumulators [D, rows]
                  numbers of rows [1, rows], sums [8, rows], sublane by sublane
 
+    sublanes: of a vector register; shapes are written for 8, TPU 8t has 16.
+
     A product whose result is D = 128 numbers wide fills half of a matrix unit 256 wide,
     as from v6e on: there D streams through it instead, along the sublanes.
     """
 
     axis: int
+    sublanes: int = 8
 
     @classmethod
     def of(cls, chip: pltpu.TpuInfo, depth: int) -> "Orientation":
         """Returns the faster one for heads of D numbers."""
-        return cls(int(depth < chip.mxu_column_size))
+        return cls(int(depth < chip.mxu_column_size), chip.num_sublanes)
 
     @property
     def keys_axis(self) -> int:
@@ -117,7 +110,7 @@ class Orientation:
     @property
     def sum_width(self) -> int:
         """Numbers of a sum over keys that is not reduced yet."""
-        return SUBLANES if self.axis else LANES
+        return self.sublanes if self.axis else LANES
 
     @property
     def number_width(self) -> int:
@@ -131,6 +124,15 @@ class Orientation:
     def at(self, x_ref: jax.Ref, rows: pl.Slice) -> jax.Ref:
         """Returns some rows."""
         return x_ref.at[self.ordered(rows, slice(None))]
+
+    def fold(self, combine: Callable, x: jax.Array, axis: int) -> jax.Array:
+        """Combines vector registers along an axis: leaves 8 rows, or 128 columns."""
+        width = LANES if axis else self.sublanes
+        folded = lax.slice_in_dim(x, 0, width, axis=axis)  # as x, 8 or 128 along it
+        for first in range(width, x.shape[axis], width):
+            part = lax.slice_in_dim(x, first, first + width, axis=axis)
+            folded = combine(folded, part)
+        return folded
 
     def swap(self, x: jax.Array) -> jax.Array:
         """Turns [..., rows, D] into accumulators, and back."""
