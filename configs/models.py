@@ -7,9 +7,11 @@ imports (--config.init_from=WEIGHTS), or a LLaMA of the papers, with one sequenc
 step:
   llama3_8b/v5p   64 chips,  1 Mi tokens of context, ring 64
   llama3_8b/v6e   64 chips,  1 Mi tokens of context, ring 64
+  llama3_8b/tpu7x  128 devices,  1 Mi tokens of context, ring 128
   llama3_8b/h200  8 GPUs,    128 Ki tokens of context, ring 8
   gemma3_12b/v5p   64 chips,  1 Mi tokens of context, ring 32 x tensor 2
   gemma3_12b/v6e   64 chips,  1 Mi tokens of context, ring 32 x tensor 2
+  gemma3_12b/tpu7x  128 devices,  1 Mi tokens of context, ring 64 x tensor 2
   gemma3_12b/h200  8 GPUs,    128 Ki tokens of context, ring 4 x tensor 2
   1b/v4   64 chips,  256 Ki tokens of context, ring 64
   3b/v4   128 chips, 1 Mi tokens of context, ring 128
@@ -31,8 +33,8 @@ Adapters alone (LoRA) on one host:
   llama3_8b/lora_v5e   8 chips, 128 Ki tokens of context, ring 8
   llama3_8b/lora_v6e   8 chips, 128 Ki tokens of context, ring 8
 (python train.py --config=configs/models.py is llama3_8b/v5p.)
-Hardware: v5p:4x4x4, v6e:8x8, v5e:4x8, a host of H200s, or a TPU v4 slice of as many
-  chips; others with --config.mesh.ring=DEVICES.
+Hardware: v5p:4x4x4, v6e:8x8, tpu7x:4x4x4, v5e:4x8, a host of H200s, or a TPU v4 slice
+  of as many chips; others with --config.mesh.ring=DEVICES.
 Expected: planned and not run; see results/2026-11-23-families.md and
   results/2026-11-23-fine-tuning.md; olmo3_7b in results/2026-11-28-olmo3.md.
 """
@@ -112,7 +114,12 @@ MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 }
 
 # place: (devices, Ki tokens of context)
-_PODS = {"v5p": (64, 1024), "v6e": (64, 1024), "h200": (8, 128)}
+_PODS = {
+    "v5p": (64, 1024),
+    "v6e": (64, 1024),
+    "tpu7x": (128, 1024),
+    "h200": (8, 128),
+}
 _HOSTS = {"lora_h200": (1, 128), "lora_v5e": (8, 128), "lora_v6e": (8, 128)}
 PLACES = {
     "1b": {"v4": (64, 256)},

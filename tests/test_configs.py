@@ -168,9 +168,8 @@ def test_the_cards_config_is_that_of_the_7b_model():
 def test_a_model_has_the_mesh_and_the_context_of_the_docstring(name):
     config = models.get_config(name)
     listed = name.replace("qwen3", "llama3")
-    row = (
-        rf"\n  {listed} +(\d+) (?:chips|GPUs), +(\d+) (Ki|Mi) tokens of context, (.*)\n"
-    )
+    hardware = r"(\d+) (?:chips|devices|GPUs)"
+    row = rf"\n  {listed} +{hardware}, +(\d+) (Ki|Mi) tokens of context, (.*)\n"
     devices, number, unit, mesh = re.search(row, models.__doc__).groups()
     assert int(devices) == math.prod(config.mesh.values())
     factor = {"Ki": 1024, "Mi": 1024**2}[unit]

@@ -105,14 +105,15 @@ step kernels 200 "$PYTHON" -m tools.bench_kernels "${kernels[@]}" \
 JAX_PLATFORMS=$platform step tests 200 "$PYTHON" -m pytest -q -p no:cacheprovider "${tests[@]}" \
     > >(tee "$OUT/tests.txt")
 step ring 90 "$PYTHON" -m tools.bench_ring --simulate "${ring[@]}" --output "$OUT/ring.json"
-chips=$("$PYTHON" -c 'import jax; print(jax.device_count())')
+# A chip of TPU7x is two devices.
+devices=$("$PYTHON" -c 'import jax; print(jax.device_count())')
 if [ "$device" = tpu ]; then
-    step rings 90 "$PYTHON" -m tools.bench_ring --devices "$chips" "${rings[@]}" \
+    step rings 90 "$PYTHON" -m tools.bench_ring --devices "$devices" "${rings[@]}" \
         --output "$OUT/rings.json"
-elif [ "$chips" -gt 1 ] || [ $platform = cpu ]; then
+elif [ "$devices" -gt 1 ] || [ $platform = cpu ]; then
     # A mode that hangs or fails costs no other its rows.
     for mode in "${modes[@]}"; do
-        step "rings_$mode" 90 "$PYTHON" -m tools.bench_ring --devices "$chips" \
+        step "rings_$mode" 90 "$PYTHON" -m tools.bench_ring --devices "$devices" \
             "${rings[@]}" --gpu-transfers "$mode" --output "$OUT/rings_$mode.json"
     done
 fi

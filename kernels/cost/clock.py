@@ -62,13 +62,14 @@ CYCLES = {
     "TPU v5e": {"forward": (3877, 740, 172, 2120), "backward": (8711, 437, 634, 1945)},
     "TPU v5p": {"forward": (3909, 721, 203, 2150), "backward": (8971, 431, 471, 1962)},
     "TPU v6e": {"forward": (1831, 229, 249, 1900), "backward": (4340, 310, 261, 1894)},
-    "TPU7x": {"forward": (1791, 229, 249, 1900), "backward": (3681, 310, 261, 1894)},
+    "TPU7x": {"forward": (1791, 253, 191, 1730), "backward": (3681, 273, 570, 1964)},
 }
 """Cycles: full tile; per-program overhead; extra for a diagonal tile; extra for any
 other partial tile. From results/tpu/kernel_parts.json, made at 43b984f, where overhead
 is begin + end, a diagonal tile has 10 live sub-tiles of 16, and partial tiles include
-masks and (forward) the sums that their programs begin with. Of TPU7x only the full tile
-is its own (tools/tpu_schedule.py): the rest is v6e's, whose matrix units it has."""
+masks and (forward) the sums that their programs begin with. TPU7x's parts are from the
+same tool with its blocks of today (results/2026-11-29-stalls.md), its full tile from
+tools/tpu_schedule.py."""
 
 ATTENTION_SHARE = {"forward": 0.6, "backward": 0.5}
 """Share of the peak of kernels of other chips: those of results/2026-11-27-h100.md, of
