@@ -162,7 +162,9 @@ def slow(*values):
 @pytest.mark.parametrize(
     "chip, ring_size, length, kv_heads",
     [
-        *[("v5e", 32, TOKENS, HEADS), ("v6e", 4, TOKENS, HEADS)],
+        ("v5e", 32, TOKENS, HEADS),
+        ("v6e", 4, TOKENS, HEADS),
+        ("tpu7x", 8, TOKENS, HEADS),
         ("v5p", 4, TURNS_FROM, HEADS),
         *(slow(chip, 32, TOKENS, HEADS) for chip in ("v4", "v6e")),
         *(slow(chip, 4, TOKENS, n) for chip in ("v3", "v4", "v5p") for n in (1, HEADS)),
@@ -196,9 +198,9 @@ def test_every_transfer_overlaps_the_kernel_of_its_ring_step(
     if length == TOKENS:
         copies = copies_of_shards(text, TOKENS * kv_heads * HEAD_DIM)
         assert len(copies) >= 2 and not any(copies), copies
-    if ring_size == 32:
+    if ring_size == 32 or (chip, length) == ("tpu7x", TOKENS):
         # At 57b6f6f each step found its live tiles: v5e 113, v6e 103, v4 117 of them.
-        assert 10 < small_instructions(text, 32) <= 30
+        assert 10 < small_instructions(text, ring_size) <= 30
 
 
 @pytest.mark.thorough
