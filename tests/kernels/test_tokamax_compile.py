@@ -16,7 +16,8 @@ from kernels import Layout, Striped, Zigzag, causal, documents, make_ring_attent
 from kernels.backends import IMPLEMENTATIONS, tokamax_gpu
 from tests.support.mosaic_kernels import spilled
 from tests.support.steps import StepCase, run
-from tools.lib.compiled.pods import gpu_devices
+from tools.lib.compiled.hlo import Program
+from tools.lib.compiled.pods import compile_for, gpu_devices
 
 pytestmark = pytest.mark.slow
 FORWARD, DKV, DQ = "flash_attention_sm100", "sm100_dkv_kernel", "sm100_dq_kernel"
@@ -42,18 +43,31 @@ def test_nothing_is_spilled(head_dim, soft_cap, dtype):
     assert kernels == [(FORWARD, 0), (DKV, 0), (DKV, 0), (DQ, 0), (DQ, 0)]
 
 
-@pytest.mark.parametrize("mask", [causal(), documents(np.arange(4096) // 999)])
-@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
-def test_a_ring_with_gradients_compiles(layout: Layout, mask):
+def described_ring(layout: Layout):
+    """Returns a mesh of four, its ring attention, and shapes of q, k and v."""
     mesh = Mesh(np.array(gpu_devices("b200", 4)), ("ring",))
     ring = make_ring_attention(mesh, layout=layout, implementation="tokamax")
     sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
     q = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16, sharding=sharding)
     k = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16, sharding=sharding)
+    return mesh, ring, (q, k, k)
+
+
+def test_keys_and_values_travel_beside_the_forward_kernels():
+    """Of backward ones, which are in a conditional, only the number is read."""
+    mesh, ring, shapes = described_ring(Zigzag())
+    text = compile_for(mesh, lambda q, k, v: ring(q, k, v, causal()), *shapes).as_text()
+    assert Program.parse(text, 4).orders() == ["sFd" * 3 + "F"]
+
+
+@pytest.mark.parametrize("mask", [causal(), documents(np.arange(4096) // 999)])
+@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
+def test_a_ring_with_gradients_compiles(layout: Layout, mask):
+    mesh, ring, shapes = described_ring(layout)
 
     def squares(q, k, v):
         return jnp.square(ring(q, k, v, mask).astype(jnp.float32)).sum()
 
-    kernels = Counter(spilled(mesh, jax.grad(squares, (0, 1, 2)), q, k, k))
+    kernels = Counter(spilled(mesh, jax.grad(squares, (0, 1, 2)), *shapes))
     # Four steps, and the local block's second half after them.
     assert kernels == {(FORWARD, 0): 4, (DKV, 0): 10, (DQ, 0): 10}

@@ -106,9 +106,10 @@ def test_spills_and_tiles_that_are_too_large_are_seen():
 
 
 @pytest.mark.thorough
-def test_a_described_gpu_is_compiled_for_through_jax():
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_a_described_gpu_is_compiled_for_through_jax(name):
     """As on a GPU that is there, its capability is not told. Nothing is copied."""
-    mesh = Mesh(np.array(gpu_devices("h200")), ("device",))
+    mesh = Mesh(np.array(gpu_devices(name)), ("device",))
     both = functools.partial(run, IMPLEMENTATIONS["triton"], 0.1, None)
     program = compile_for(mesh, both, step(128).abstract(jnp.bfloat16)).as_text()
     calls = re.findall(r"custom-call\(.*triton_kernel_call.*flash_(\w+)/", program)

@@ -108,6 +108,7 @@ class TokamaxForwardSteps(PlainForm):
     scores: Scores
     q: jax.Array
 
+    @jax.named_scope("flash_forward")  # as plans look for it
     def attend(
         self,
         k: jax.Array,
@@ -193,6 +194,7 @@ class TokamaxBackwardSteps(PlainForm):
         dk = dk[:, :keys] * unscaled  # (B, S, K, D)
         return dq + new_dq * unscaled, *added(dkv, (dk, dv[:, :keys]))
 
+    @jax.named_scope("flash_backward")
     def _gradients(
         self, is_causal: bool, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
