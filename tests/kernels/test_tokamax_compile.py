@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import Layout, Striped, Zigzag, causal, documents, make_ring_attention
 from kernels.backends import IMPLEMENTATIONS, tokamax_gpu
+from kernels.masks import Mask
 from tests.support.mosaic_kernels import spilled
 from tests.support.steps import StepCase, run
 from tools.lib.compiled.hlo import Program
@@ -43,31 +44,32 @@ def test_nothing_is_spilled(head_dim, soft_cap, dtype):
     assert kernels == [(FORWARD, 0), (DKV, 0), (DKV, 0), (DQ, 0), (DQ, 0)]
 
 
-def described_ring(layout: Layout):
-    """Returns a mesh of four, its ring attention, and shapes of q, k and v."""
+def described_ring(layout: Layout, mask: Mask):
+    """Returns a mesh of four, gradients through its ring, and shapes of q, k and v."""
     mesh = Mesh(np.array(gpu_devices("b200", 4)), ("ring",))
     ring = make_ring_attention(mesh, layout=layout, implementation="tokamax")
     sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
     q = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16, sharding=sharding)
     k = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16, sharding=sharding)
-    return mesh, ring, (q, k, k)
-
-
-def test_keys_and_values_travel_beside_the_forward_kernels():
-    """Of backward ones, which are in a conditional, only the number is read."""
-    mesh, ring, shapes = described_ring(Zigzag())
-    text = compile_for(mesh, lambda q, k, v: ring(q, k, v, causal()), *shapes).as_text()
-    assert Program.parse(text, 4).orders() == ["sFd" * 3 + "F"]
-
-
-@pytest.mark.parametrize("mask", [causal(), documents(np.arange(4096) // 999)])
-@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
-def test_a_ring_with_gradients_compiles(layout: Layout, mask):
-    mesh, ring, shapes = described_ring(layout)
 
     def squares(q, k, v):
         return jnp.square(ring(q, k, v, mask).astype(jnp.float32)).sum()
 
-    kernels = Counter(spilled(mesh, jax.grad(squares, (0, 1, 2)), *shapes))
+    return mesh, jax.grad(squares, (0, 1, 2)), (q, k, k)
+
+
+def test_every_transfer_overlaps_the_kernels_of_its_step():
+    """As with Hopper's; a conditional holds two pairs of backward kernels."""
+    mesh, gradients, shapes = described_ring(Zigzag(), causal())
+    text = compile_for(mesh, gradients, *shapes).as_text()
+    (order,) = Program.parse(text, 4).orders()
+    assert order == "sFd" * 3 + "F" + "BBBB" + "sBBBBd" * 4
+
+
+@pytest.mark.parametrize("mask", [causal(), documents(np.arange(4096) // 999)])
+@pytest.mark.parametrize("layout", [Striped(), Zigzag()])
+def test_a_ring_with_gradients_compiles(layout: Layout, mask: Mask):
+    mesh, gradients, shapes = described_ring(layout, mask)
+    kernels = Counter(spilled(mesh, gradients, *shapes))
     # Four steps, and the local block's second half after them.
     assert kernels == {(FORWARD, 0): 4, (DKV, 0): 10, (DQ, 0): 10}
