@@ -1,7 +1,9 @@
 """How the kernels of tokamax are called, which stand-ins compute: see `TestTokamax`."""
 
+import functools
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tests.cases.attention import Case
 from tests.support import simulated_tokamax, tokamax_signatures
 from tests.support.rings import assert_as_on_one_device
 from tests.support.simulated_tokamax import SIMULATED_TOKAMAX
-from tests.support.steps import StepCase, answer, run_forward, shared, truth
+from tests.support.steps import StepCase, answer, run, run_forward, shared, truth
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
@@ -90,10 +92,17 @@ def test_a_gradient_of_lse_alone_is_not_lost(dtype, rng):
     case = StepCase(130, 130)
     step = case.draw(rng, dtype)
     step.do[:, ::2] = 0
-    run = shared(SIMULATED_TOKAMAX, case.scale)
-    got = answer(run(step.astype(dtype)), step)
+    compiled = shared(SIMULATED_TOKAMAX, case.scale)
+    got = answer(compiled(step.astype(dtype)), step)
     errors = got.errors(truth(case, step))
     assert all(error <= 1e-2 for error in errors.values()), errors
+
+
+def test_plans_find_the_kernels_by_the_names_of_ours():
+    both = functools.partial(run, SIMULATED_TOKAMAX, 0.1, None)
+    step = StepCase(130, 130).abstract(BF16)
+    text = jax.jit(both).lower(step).as_text(debug_info=True)
+    assert "flash_forward/" in text and "flash_backward/" in text
 
 
 def test_causal_bounds_with_more_keys_than_queries_leave_nothing_unwritten(rng):
@@ -102,8 +111,8 @@ def test_causal_bounds_with_more_keys_than_queries_leave_nothing_unwritten(rng):
     step = case.draw(rng, BF16)
     k_end = np.arange(1, 78, dtype=np.int32)[None]
     step = step._replace(k_start=np.zeros_like(k_end), k_end=k_end)
-    run = shared(SIMULATED_TOKAMAX, case.scale)
-    errors = answer(run(step.astype(BF16)), step).errors(truth(case, step))
+    compiled = shared(SIMULATED_TOKAMAX, case.scale)
+    errors = answer(compiled(step.astype(BF16)), step).errors(truth(case, step))
     assert all(error <= 1e-2 for error in errors.values()), errors
 
 
