@@ -224,8 +224,11 @@ class Roofline:
             roots = [inner.root]
             if inner.root.opcode == "tuple":
                 roots = list(inner.operands(inner.root))
-            for array, root in zip(operation.results, roots, strict=True):
-                yield self._written_share(inner, root) * _stored(array)
+            written = []
+            for root in roots:  # a reduction may have several results
+                written += [self._written_share(inner, root)] * len(root.results)
+            for array, share in zip(operation.results, written, strict=True):
+                yield share * _stored(array)
         elif operation.opcode in SLICES:
             (result,) = operation.results
             yield result.stored_bytes * (operands[0].results[0].space == 0)
