@@ -18,7 +18,8 @@ from ..layouts import (
     check_layout,
     padded_length,
 )
-from .clock import PRODUCTS, Heads, RingCost, Times
+from .clock import Heads, RingCost, Times
+from .speed import PRODUCTS
 from .work import Row, RowOnRing
 
 STRIPES = 256, 512, 1024

@@ -10,9 +10,9 @@ import pytest
 
 from data.document_mask import DocumentMask
 from kernels import layouts
-from kernels.cost import clock
 from kernels.cost.choice import mean_times, slower_links
-from kernels.cost.clock import PRODUCTS, Heads, RingCost
+from kernels.cost.clock import Heads, RingCost
+from kernels.cost.speed import PRODUCTS, source, speed
 from kernels.cost.work import TILE, Row, RowOnRing, document_spans
 from kernels.devices import chips
 from kernels.masks import Visible
@@ -52,9 +52,9 @@ def test_counts_are_those_of_the_mask(layout, documents, mask):
     assert (work.rows == LENGTH // TILE).all()
     halves = (sequence.work(slots).pairs for slots in ((0, half), (half, LENGTH)))
     np.testing.assert_array_equal(sum(halves), work.pairs)
-    for device, source in ((0, 0), (3, 1), (0, 2)):
+    for device, shard in ((0, 0), (3, 1), (0, 2)):
         token = np.asarray(layout.index(device, 4, LENGTH))
-        key = np.asarray(layout.index(source, 4, LENGTH))
+        key = np.asarray(layout.index(shard, 4, LENGTH))
         first, end = document_spans(documents, token, 4 * LENGTH)
         start = np.maximum(first, token + 1 - (mask.window or 4 * LENGTH))
         stop = np.maximum(token + 1, np.minimum(first + mask.prefix, end))
@@ -62,8 +62,8 @@ def test_counts_are_those_of_the_mask(layout, documents, mask):
         subs = seen.reshape(LENGTH // 256, 256, LENGTH // 256, 256).any((1, 3))
         tiles = seen.reshape(LENGTH // TILE, TILE, LENGTH // TILE, TILE)
         partial = tiles.any((1, 3)) & ~tiles.all((1, 3))
-        assert work.pairs[device, source] == subs.sum() * 256**2
-        assert work.partial[device, source] == partial.sum()
+        assert work.pairs[device, shard] == subs.sum() * 256**2
+        assert work.partial[device, shard] == partial.sum()
 
 
 def test_a_window_takes_pairs_away_and_a_prefix_brings_some():
@@ -102,7 +102,7 @@ def test_short_shards_take_as_long_as_kernels_that_were_compiled(kilo, cells):
         for direction in PRODUCTS:
             seconds = make_ring(length).times(chip, direction).kernels / 64 / 8
             # Of a visible pair, by that of a full tile.
-            full = clock.speed(chip, direction).full / TILE**2
+            full = speed(chip, direction).full / TILE**2
             found = seconds / (length**2 / 2) / full
             assert found == pytest.approx(next(values), rel=0.1), chip.name
 
@@ -111,14 +111,14 @@ def test_kernels_are_as_fast_as_their_schedules_and_no_faster_than_the_peak():
     for chip in chips.CHIPS:
         for direction, products in PRODUCTS.items():
             flops = 2 * products * TILE**2 * 128
-            assert clock.speed(chip, direction).full >= flops / chip.peak_flops
+            assert speed(chip, direction).full >= flops / chip.peak_flops
     bundles = 9522 / V4.bundles_per_second
     least = 10 * TILE**2 * 128 / V4.peak_flops
-    assert clock.speed(V4, "backward").full == pytest.approx(max(bundles, least))
-    assert clock.source(V4).endswith("forward 4142, backward 9522")
-    assert clock.source(H200).endswith("reaches them: forward 60%, backward 50%")
+    assert speed(V4, "backward").full == pytest.approx(max(bundles, least))
+    assert source(V4).endswith("forward 4142, backward 9522")
+    assert source(H200).endswith("reaches them: forward 60%, backward 50%")
     b200 = chips.find("NVIDIA B200")
-    assert "(those of B200 are not known): forward 60%" in clock.source(b200)
+    assert "(those of B200 are not known): forward 60%" in source(b200)
 
 
 def test_heads_wider_than_the_matrix_unit_take_several_passes():
@@ -197,16 +197,18 @@ MEASURED = [
 def test_stalls_are_those_that_were_measured(
     chip, direction, bundles, measured, blocks
 ):
-    speed = clock.speed(chips.stalled(chip), direction)
+    waiting = speed(chips.stalled(chip), direction)
     factor, *_ = dict(chips.stalled(chip).stalls)[direction]
-    assert speed.full == factor * clock.speed(chip, direction).full
+    assert waiting.full == factor * speed(chip, direction).full
     full = factor * bundles / chip.bundles_per_second
     for number, seconds in enumerate(1e-3 * np.array(measured)):
         tiles = 2**number  # along a side
         live = 16 * 16 * tiles
         if blocks:
             live = 16 * 16 * (tiles + blocks[number]) / 2
-        found = live * full + 256 * (speed.row + speed.diagonal * (blocks is not None))
+        found = live * full + 256 * (
+            waiting.row + waiting.diagonal * (blocks is not None)
+        )
         assert found == pytest.approx(seconds, rel=0.1)
     assert chips.stalled(V4) is None
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.backends.tile_layout import BlockSizes
-from kernels.cost.clock import PRODUCTS
+from kernels.cost.speed import PRODUCTS
 from kernels.cost.work import Row, RowOnRing
 from kernels.devices import chips
 from kernels.devices.chips import measured

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kernels.cost.clock import PRODUCTS, source
+from kernels.cost.speed import PRODUCTS, source
 from kernels.devices.chips import Chip
 from kernels.devices.device import kernel_cores
 from tasks.layout_choice import ring_passes
