@@ -49,9 +49,9 @@ FIELDS = dict(
     ),
     #: Attention
     # The attention system: vanilla, memory_efficient, blockwise (also the feed-forward
-    # in chunks), ring (sequence sharded, contiguous), striped or zigzag (also
-    # balanced), or auto: of these three the fastest by estimate, for rows of the
-    # corpus. The first three need mesh.ring = 1.
+    # in chunks), ring (sequence sharded, contiguous), striped, zigzag or mirror (also
+    # balanced), or auto: of ring, striped and zigzag the fastest by estimate, for rows
+    # of the corpus. The first three need mesh.ring = 1.
     attention="striped",
     # Tokens of a stripe block: consecutive ones on a device in the striped layout. 0:
     # of a tile on CPUs, where a shard has several of these; 1 elsewhere.

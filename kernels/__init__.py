@@ -13,6 +13,7 @@ from .devices.compiler import compiler_options
 from .layouts import (
     Contiguous,
     Layout,
+    Mirror,
     Striped,
     Zigzag,
     padded_length,
@@ -47,6 +48,7 @@ __all__ = [
     "Contiguous",
     "Layout",
     "Mask",
+    "Mirror",
     "Striped",
     "Visible",
     "Zigzag",

@@ -114,6 +114,38 @@ class Zigzag:
         return 2 * ring_size
 
 
+@dataclass(frozen=True)
+class Mirror:
+    """Layout in which shard d holds the chunks 2d and 2N - 1 - 2d of 2N chunks.
+
+    The shards of `Zigzag` on other devices, as balanced. Half of each is where it is in
+    natural order, and devices d and N - 1 - d swap the other half (see `ring.natural`).
+    """
+
+    def index(self, shard: Number, ring_size: int, shard_length: int) -> Array:
+        same = _shard_of_zigzag(shard, ring_size)
+        return Zigzag().index(same, ring_size, shard_length)
+
+    def count(
+        self, shard: Number, bound: Array, ring_size: int, shard_length: int
+    ) -> Array:
+        same = _shard_of_zigzag(shard, ring_size)
+        return Zigzag().count(same, bound, ring_size, shard_length)
+
+    def divisor(self, ring_size: int) -> int:
+        return 2 * ring_size
+
+
+def _shard_of_zigzag(shard: Number, ring_size: int) -> Number:
+    """Returns the shard of `Zigzag` that holds the tokens of this one of `Mirror`."""
+    even = 2 * shard
+    odd = 2 * ring_size - 1 - even
+    if isinstance(shard, int):
+        return min(even, odd)  # NumPy would make it, and so indices, 64 bits wide
+    xp = jnp if isinstance(shard, jax.Array) else np
+    return xp.minimum(even, odd)
+
+
 def order(
     layout: Layout, ring_size: int, length: int, part: tuple[int, int] | None = None
 ) -> np.ndarray:

@@ -28,7 +28,7 @@ from kernels.delta.runs import Runs
 from kernels.delta.states import States
 from kernels.devices.chips import Chip
 from kernels.devices.device import rings_both_ways
-from kernels.layouts import Layout, Striped, Zigzag
+from kernels.layouts import Contiguous, Layout, Mirror, Striped, Zigzag
 from kernels.ring.ulysses import share_heads
 from models.memory import RERUN
 from models.sizes import DecoderConfig
@@ -315,4 +315,5 @@ def name_of(layout: Layout) -> str:
     """Returns the values of config.attention and config.stripe_granule."""
     if isinstance(layout, Striped):
         return f"striped {layout.granule}"
-    return "zigzag" if isinstance(layout, Zigzag) else "ring"
+    names = {Contiguous(): "ring", Zigzag(): "zigzag", Mirror(): "mirror"}
+    return names[layout]

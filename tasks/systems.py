@@ -66,6 +66,7 @@ def attention_system(config: ConfigDict, granule: int = 1) -> AttentionSystem:
         "ring": AttentionSystem(whole, True, None, chunked=True),
         "striped": AttentionSystem(striped, True, None, chunked=True),
         "zigzag": AttentionSystem(layouts.Zigzag(), True, None, chunked=True),
+        "mirror": AttentionSystem(layouts.Mirror(), True, None, chunked=True),
         AUTO: AttentionSystem(striped, True, None, chunked=True),
     }
     if config.attention not in systems:

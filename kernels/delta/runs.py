@@ -1,8 +1,9 @@
 """Runs of consecutive tokens on a ring's devices, and what is handed from run to run.
 
-A shard is one run in a contiguous layout, two in zigzag, and a run for each stripe.
-What depends on all tokens before goes along the runs in the order of their tokens: the
-last tokens of a run to the next one, and affine maps of a state, which are composed.
+A shard is one run in a contiguous layout, two in zigzag and mirror, and a run for each
+stripe. What depends on all tokens before goes along the runs in the order of their
+tokens: the last tokens of a run to the next one, and affine maps of a state, which are
+composed.
 """
 
 import math

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..devices.device import kernel_cores, rings_both_ways
-from ..layouts import Layout, Striped, Zigzag, order
+from ..layouts import Layout, Mirror, Striped, Zigzag, order
 from ..masks import Visible
 
 Span = tuple[int, int]
@@ -252,7 +252,7 @@ def route_within(
         return None
     index = order(layout, ring_size, ring_size * slots)
     is_causal = bool((outline.k_end <= index + 1).all())
-    reads_both_sides = isinstance(layout, Zigzag) or not is_causal
+    reads_both_sides = isinstance(layout, Mirror | Zigzag) or not is_causal
     return Counted(both_ways=reads_both_sides and not one_way)
 
 

@@ -42,6 +42,7 @@ LAYOUTS: dict[str, Layout] = {
     "striped": layout.Striped(),
     "striped4": layout.Striped(4),
     "zigzag": layout.Zigzag(),
+    "mirror": layout.Mirror(),
 }
 
 MASKS: dict[str, Callable[[int, int], Mask]] = {

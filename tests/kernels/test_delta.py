@@ -19,6 +19,7 @@ from kernels.devices import chips
 from kernels.layouts import (
     Contiguous,
     Layout,
+    Mirror,
     Striped,
     Zigzag,
     divisor,
@@ -214,7 +215,7 @@ def shapes_of_runs() -> Iterator[tuple[Layout, int, int, int]]:
     """Layouts, rings, slices and tokens: also slices that cut stripes."""
     stripes = [Striped(granule) for granule in (1, 2, 3, 4, 6, 12)]
     for layout, ring, slices, times in itertools.product(
-        [Contiguous(), Zigzag(), *stripes],
+        [Contiguous(), Zigzag(), Mirror(), *stripes],
         [1, 2, 3, 4, 5, 8],
         [1, 2, 3, 5],
         [1, 2, 3, 5],

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels import layouts as layout
-from kernels.layouts import Contiguous, Striped, Zigzag
+from kernels.layouts import Contiguous, Mirror, Striped, Zigzag
 from tests.cases import table
 
-LAYOUTS = [Contiguous(), Striped(), Striped(3), Striped(4), Zigzag()]
+LAYOUTS = [Contiguous(), Striped(), Striped(3), Striped(4), Zigzag(), Mirror()]
 RING_SIZES = [1, 2, 3, 4, 5, 8]
 
 each_ring = pytest.mark.parametrize("ring_size", RING_SIZES)
@@ -38,9 +38,11 @@ def shards(kind, ring_size: int) -> list[np.ndarray]:
         (Striped(2), 1, [2, 3, 8, 9]),
         (Zigzag(), 0, [0, 1, 10, 11]),
         (Zigzag(), 2, [4, 5, 6, 7]),
+        (Mirror(), 1, [4, 5, 6, 7]),
+        (Mirror(), 2, [2, 3, 8, 9]),
     ],
 )
-def test_shard_of_three_holds_the_tokens_that_the_papers_give_it(kind, shard, tokens):
+def test_shard_of_three_holds_the_tokens_of_its_definition(kind, shard, tokens):
     assert kind.index(shard, 3, 4).tolist() == tokens
 
 
@@ -145,7 +147,7 @@ def test_padded_length_is_the_smallest_that_the_layout_can_shard(kind, ring_size
 
 
 KNOWN = {"layout": layout, "np": np, "Contiguous": Contiguous, "Striped": Striped}
-KNOWN |= {"Zigzag": Zigzag}
+KNOWN |= {"Zigzag": Zigzag, "Mirror": Mirror}
 
 
 @pytest.mark.parametrize("use, words", table("kernels.txt", "layouts", **KNOWN))
