@@ -315,5 +315,9 @@ def name_of(layout: Layout) -> str:
     """Returns the values of config.attention and config.stripe_granule."""
     if isinstance(layout, Striped):
         return f"striped {layout.granule}"
-    names = {Contiguous(): "ring", Zigzag(): "zigzag", Mirror(): "mirror"}
+    names: dict[Layout, str] = {
+        Contiguous(): "ring",
+        Zigzag(): "zigzag",
+        Mirror(): "mirror",
+    }
     return names[layout]
