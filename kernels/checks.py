@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.sharding import Mesh
 
+from .placement import whole_rows
 from .precision import accumulator_type
 from .visible import Array, Visible
 
@@ -259,7 +260,7 @@ def clipped(bound: Array, num_keys: int) -> Array:
 
 def are_wrong(visible: Visible) -> tuple[Array, ...]:
     """Returns where bounds in natural order decrease or share keys: bool (B or 1,)."""
-    bounds = visible.intervals()
+    bounds = visible.intervals().map(whole_rows)
     decreases = ((x[..., 1:] < x[..., :-1]).any(axis=(0, 2)) for x in bounds)
     return *decreases, bounds.share_keys().any(axis=-1)
 
@@ -282,7 +283,7 @@ def check_increasing(visible: Visible, index: np.ndarray | None = None) -> None:
         share keys or end before they start: names the first place.
     """
     bounds = _checked_pair(visible.k_start, visible.k_end).map(_known_or_traced)
-    bounds = bounds.intervals()
+    bounds = bounds.intervals().map(whole_rows)
     if index is not None:
         # From layout order to the sequence's: in another they may well decrease.
         bounds = bounds.map(lambda bound: bound[..., np.argsort(index)])

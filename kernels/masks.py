@@ -35,6 +35,7 @@ from .checks import (
     known,
     whole_number,
 )
+from .placement import sharded_alike, whole_rows
 from .visible import Array, Visible, namespace
 
 
@@ -318,11 +319,11 @@ def segments(ids: Array) -> Mask:
         somewhere (checked where values are known, that is, outside of `jit`); from the
         mask, they are fewer than the tokens of the sequence.
     """
-    ids = checked_ids(ids)
+    ids = whole_rows(checked_ids(ids))
     xp = namespace(ids)
     tokens = xp.arange(ids.shape[-1], dtype=xp.int32)
     edge = ids[:, 1:] != ids[:, :-1]
-    yes = xp.ones_like(ids[:, :1], dtype=bool)
+    yes, edge = sharded_alike([xp.ones_like(ids[:, :1], dtype=bool), edge])
     decreases = ()
     if known(ids) is None:  # else they were checked above
         decreases = ((ids[:, 1:] < ids[:, :-1]).any(axis=1),)

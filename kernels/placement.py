@@ -1,6 +1,6 @@
 """Where operands lie: over explicit axes, as of `jax.make_mesh`, or in `shard_map`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,31 @@ def resharded(mesh: Mesh, specs: Any, operands: Any) -> Any:
         return jax.tree.map(lambda x: jax.reshard(x, sharding), tree)
 
     return jax.tree.map(reshard, specs, operands)
+
+
+def whole_rows(x: Any) -> Any:
+    """Gathers the rows of x (…, T) where explicit axes shard T, to be sliced.
+
+    Over automatic axes XLA does, and NumPy arrays are whole.
+    """
+    spec = _explicit_spec(x)
+    if not spec or not spec[-1]:
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec[:-1])))
+
+
+def sharded_alike(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Shards arrays over explicit axes as the first that is, to be concatenated."""
+    for x in arrays:
+        if any(_explicit_spec(x)):
+            return [jax.reshard(other, jax.typeof(x).sharding) for other in arrays]
+    return arrays
+
+
+def _explicit_spec(x: Any) -> tuple[Any, ...]:
+    """Returns the explicit axes that each dimension is sharded over; () of NumPy's."""
+    return tuple(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
 
 
 def varying_alike(*operands: jax.Array | None) -> list[Any]:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .placement import sharded_alike
+
 Array = jax.Array | np.ndarray
 
 
@@ -53,7 +55,7 @@ class Visible(NamedTuple):
         bounds = []
         for pair in zip(self.intervals(), other.intervals(), strict=True):
             wide = [xp.broadcast_to(x, (len(x), rows, x.shape[-1])) for x in pair]
-            bounds.append(xp.concatenate(wide))  # (m + m', rows, T)
+            bounds.append(xp.concatenate(sharded_alike(wide)))  # (m + m', rows, T)
         k_start, k_end = Visible._make(bounds).ordered()
         # Cut where the interval before ends: no key may count twice.
         first = k_start[:1]

@@ -270,8 +270,12 @@ def test_python_blocks_run(page, installed):
         assert len(names) > 2  # and the builtins
 
 
-def test_the_program_of_the_readme_gives_attention_of_documents(installed):
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_the_program_of_the_readme_gives_attention_of_documents(installed, kind):
     (program,) = README.blocks("python")
+    axes = f'("ring",), axis_types=(jax.sharding.AxisType.{kind},))'
+    assert program.count('("ring",))') == 1
+    program = program.replace('("ring",))', axes)
     names = {}
     exec(program, names)
     order = names["layout"], names["ring"]
