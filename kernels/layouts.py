@@ -189,25 +189,38 @@ def unpermute(x: Array, layout: Layout, ring_size: int, axis: int = 1) -> Array:
     return _take(x, np.argsort(order(layout, ring_size, x.shape[axis])), axis)
 
 
-def divisor(layout: Layout, ring_size: int, slices: int = 1) -> int:
+def divisor(
+    layout: Layout, ring_size: int, slices: int = 1, natural_order: bool = False
+) -> int:
     """Returns the number that a sequence's length must be a multiple of.
 
     slices: equal ones into which each shard is cut in its turn (see `ulysses`).
+    natural_order: whether devices make the shards of contiguous slices (see
+      `ring.natural`).
     """
-    return math.lcm(layout.divisor(ring_size), ring_size * slices)
+    least = layout.divisor(ring_size)
+    if natural_order and isinstance(layout, Striped):
+        least *= ring_size  # every slice holds blocks of all shards, as many of each
+    return math.lcm(least, ring_size * slices)
 
 
-def padded_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -> int:
+def padded_length(
+    layout: Layout,
+    ring_size: int,
+    length: int,
+    slices: int = 1,
+    natural_order: bool = False,
+) -> int:
     """Returns the smallest length from `length` on that can be sharded.
 
-    slices: as in `divisor`.
+    slices, natural_order: as in `divisor`.
 
     Raises:
       ValueError: the layout or a number is not one, or indices of that length do not
         fit into int32.
     """
     _check_sizes(layout, ring_size, length, slices)
-    step = divisor(layout, ring_size, slices)
+    step = divisor(layout, ring_size, slices, natural_order)
     padded = -(-length // step) * step
     if padded > LONGEST:
         raise ValueError(
@@ -218,22 +231,34 @@ def padded_length(layout: Layout, ring_size: int, length: int, slices: int = 1) 
     return padded
 
 
-def check_length(layout: Layout, ring_size: int, length: int, slices: int = 1) -> None:
+def check_length(
+    layout: Layout,
+    ring_size: int,
+    length: int,
+    slices: int = 1,
+    natural_order: bool = False,
+) -> None:
     """Checks that a sequence can be cut into the shards of a layout.
 
-    slices: as in `divisor`.
+    slices, natural_order: as in `divisor`.
 
     Raises:
       ValueError: the layout or ring size is not one, or `length` does not divide.
     """
     _check_sizes(layout, ring_size, length, slices)
-    step = divisor(layout, ring_size, slices)
+    if natural_order and not isinstance(layout, Contiguous | Mirror | Striped | Zigzag):
+        raise ValueError(
+            "layout must be Contiguous, Mirror, Striped or Zigzag where "
+            f"natural_order=True, got {layout!r}: permute the sequence on the host"
+        )
+    step = divisor(layout, ring_size, slices, natural_order)
     if length % step:
+        padded = padded_length(layout, ring_size, length, slices, natural_order)
         cut = f" in {slices} slices each" if slices > 1 else ""
+        made = ", made of slices in natural order" if natural_order else ""
         raise ValueError(
             f"a sequence of {length} tokens does not divide into {ring_size} shards "
-            f"of {layout}{cut}: pad it to "
-            f"{padded_length(layout, ring_size, length, slices)}, a multiple of {step} "
+            f"of {layout}{cut}{made}: pad it to {padded}, a multiple of {step} "
             "(see padded_length and the mask padding)"
         )
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from . import checks
 from .backends import Backend, blockwise, check_implementation, choose, reference
-from .layouts import Layout, check_length, order, unpermute
+from .layouts import Contiguous, Layout, check_length, order, unpermute
 from .masks import Array, Mask, Visible, full
 from .placement import check_local, over_mesh, varying_alike
 from .ring.attend import Ring, attend
@@ -41,6 +41,7 @@ def ring_attention(
     ulysses_axis: str | None = None,
     route: Route | None = None,
     with_lse: bool = False,
+    natural_order: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention over the ring `axis_name` on local shards, in `shard_map`.
 
@@ -55,7 +56,8 @@ def ring_attention(
     ulysses_axis: mesh axis whose devices hold a shard's slots in slices.
     route: how keys and values travel. Default: half of them each way round between TPUs
       (but v3), else all of them one way.
-    with_lse: return (out, lse), as in `make_ring_attention`.
+    with_lse, natural_order: as in `make_ring_attention`: with the latter, q, k, v and
+      the bounds are this device's slices of the sequence, and so are the results.
 
     Returns:
       out (B, L, H, D), in the type of q.
@@ -69,7 +71,9 @@ def ring_attention(
     size = lax.axis_size(axis_name)
     slices = 1 if ulysses_axis is None else lax.axis_size(ulysses_axis)
     num_keys = size * slices * k.shape[1]
-    check_length(layout, size, num_keys, slices)
+    check_length(layout, size, num_keys, slices, natural_order)
+    if natural_order:  # else the tokens of queries are known to the caller alone
+        check_length(layout, size, size * slices * q.shape[1], slices, natural_order)
     visible = checks.checked_bounds(q, Visible(k_start, k_end), num_keys)
     scale = checks.checked_scale(scale, q.shape[-1])
     soft_cap = checks.checked_soft_cap(soft_cap)
@@ -80,7 +84,7 @@ def ring_attention(
         check_local(backend is not blockwise, q, k, v)
     q, k, v, sinks = varying_alike(q, k, v, sinks)
     route = route or all_shards()
-    ring = Ring(axis_name, size, layout, scale, backend, soft_cap, route)
+    ring = Ring(axis_name, size, layout, scale, backend, soft_cap, route, natural_order)
     run = functools.partial(attend, ring)
     if ulysses_axis is not None:
         run = functools.partial(over_heads, run, ulysses_axis)
@@ -104,6 +108,7 @@ def make_ring_attention(
     count_steps: bool = False,
     with_lse: bool = False,
     check_masks: bool = False,
+    natural_order: bool = False,
 ) -> Callable[..., Any]:
     """Builds ring attention on global arrays.
 
@@ -128,14 +133,18 @@ def make_ring_attention(
       decrease along the sequence, or whose intervals share keys, give nan, also as
       gradients, instead of wrong numbers: bounds in natural order, ids in layout order.
       It costs a gather of the bounds.
+    natural_order: q, k, v, bounds and results are in natural order, in contiguous
+      slices, and devices exchange them around the ring: nothing for `Contiguous`, half
+      of each for `Mirror`, almost all for `Zigzag` and `Striped`.
 
     Returns:
       attend(q, k, v, visible, *, sinks=None, within=None) -> out: q (B, T, H, D), k and
-      v (B, S, K, D), in layout order along T and S (see `layouts.permute`); `visible` a
-      mask of `masks`, or bounds (B or 1, T) or (m, B or 1, T) in the order of q, and
-      sinks (H,), as in `attention.attention`; within, a mask that shows all that the
-      bounds do, for a ring that sends no more than that: keys outside of it are not
-      attended to. Outside of `jit` it compiles once for each mask, shape and type.
+      v (B, S, K, D), in layout order along T and S (see `layouts.permute`) unless
+      natural_order; `visible` a mask of `masks`, or bounds (B or 1, T) or (m, B or 1,
+      T) in the order of q, and sinks (H,), as in `attention.attention`; within, a mask
+      that shows all that the bounds do, for a ring that sends no more than that: keys
+      outside of it are not attended to. Outside of `jit` it compiles once for each
+      mask, shape and type.
 
     Raises:
       ValueError: the mesh has no such axes; from attend, shapes that cannot be sharded,
@@ -147,7 +156,7 @@ def make_ring_attention(
     checks.checked_scale(scale, head_size=1)
     checks.checked_soft_cap(soft_cap)
     ring_size = math.prod(mesh.shape[axis] for axis in axes.ring)
-    check_length(layout, ring_size, length=0)
+    check_length(layout, ring_size, length=0, natural_order=natural_order)
 
     # Kept by route: a new function each time would be traced, and compiled, each time.
     @functools.cache
@@ -162,6 +171,7 @@ def make_ring_attention(
             ulysses_axis=ulysses_axis,
             route=route,
             with_lse=with_lse,
+            natural_order=natural_order,
         )
         return _COMPILED_ONCE(_over_mesh(local, mesh, axes, with_lse))
 
@@ -174,6 +184,7 @@ def make_ring_attention(
         count_steps=count_steps,
         with_lse=with_lse,
         check_masks=check_masks,
+        natural_order=natural_order,
     )
     return ring.attend
 
@@ -193,11 +204,17 @@ class _MeshRing:
     count_steps: bool
     with_lse: bool
     check_masks: bool
+    natural_order: bool
 
     @functools.cached_property
     def size(self) -> int:
         """Devices of the ring."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes.ring)
+
+    @property
+    def outside(self) -> Layout:
+        """Layout of the global arrays."""
+        return Contiguous() if self.natural_order else self.layout
 
     def attend(
         self,
@@ -213,8 +230,8 @@ class _MeshRing:
         checks.check_operands(q, k, v)
         sinks = checks.checked_sinks(sinks, q)
         self._check_shards(q, k)
-        queries = order(self.layout, self.size, q.shape[1])
-        keys = order(self.layout, self.size, k.shape[1])
+        queries = order(self.outside, self.size, q.shape[1])
+        keys = order(self.outside, self.size, k.shape[1])
         visible, mask = _bounds_and_mask(visible, within, q, queries, k.shape[1])
         # Kernels multiply masked keys by 0, and 0 · nan is nan.
         q = mask.fill_padding(q, queries)
@@ -223,7 +240,7 @@ class _MeshRing:
         route = self._route(mask, queries, k.shape[1])
         results = self.compiled(route)(q, k, v, visible, sinks)
         if self.check_masks:
-            in_order = visible.map(lambda x: unpermute(x, self.layout, self.size, -1))
+            in_order = visible.map(lambda x: unpermute(x, self.outside, self.size, -1))
             results = _poisoned(results, (*mask.decreases, *checks.are_wrong(in_order)))
         if not self.with_lse:
             return mask.fill_padding(results, queries)
@@ -235,8 +252,8 @@ class _MeshRing:
         """Refuses global arrays that the mesh cannot cut into equal shards."""
         slices = math.prod(self.mesh.shape[axis] for axis in self.axes.tokens)
         slices //= self.size
-        check_length(self.layout, self.size, q.shape[1], slices)
-        check_length(self.layout, self.size, k.shape[1], slices)
+        for length in q.shape[1], k.shape[1]:
+            check_length(self.layout, self.size, length, slices, self.natural_order)
         checks.check_shards("rows", "B", k.shape[0], self.axes.batch, self.mesh)
         heads = () if self.axes.heads is None else (self.axes.heads,)
         checks.check_shards("key/value heads", "K", k.shape[2], heads, self.mesh)
@@ -250,6 +267,8 @@ class _MeshRing:
         outline = None
         # What shards read is known where those of queries are those of keys.
         if self.size > 1 and len(queries) == num_keys:
+            if self.natural_order:
+                queries = order(self.layout, self.size, num_keys)
             outline = mask.outline(queries, num_keys)
         if outline is not None:
             route = route_within(

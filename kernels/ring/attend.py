@@ -35,6 +35,7 @@ from .backward import BackwardPass
 from .chunks import Pair
 from .comm import Ring
 from .forward import ForwardPass
+from .natural import bounds_to_shard, to_shard, to_slice
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -53,6 +54,7 @@ def attend(
     sinks: (H,) float32, logit of each head's sink, if any.
     k_start, k_end: int32 (m, B or 1, L), m half-open intervals of key indices in the
       sequence that each local query attends to, which share no key.
+    All of them are slices of natural order, as the results are, if ring.natural_order.
 
     Returns:
       out (B, L, H, D) in the type of q, lse (B, H, L) in float32.
@@ -61,7 +63,11 @@ def attend(
 
 
 def _attend_forward(ring, q, k, v, sinks, k_start, k_end):
-    visible = Visible(k_start, k_end)
+    # Keys first: the ring sends them on before any query is read.
+    k = to_shard(ring, k)
+    v = to_shard(ring, v)
+    q = to_shard(ring, q)
+    visible = bounds_to_shard(ring, Visible(k_start, k_end))
     kv = ring.as_read(k), ring.as_read(v)  # D; on a TPU in whole lanes
     out, lse = ForwardPass.prepare(ring, ring.as_read(q), kv, visible).run()
     if sinks is not None:
@@ -70,21 +76,27 @@ def _attend_forward(ring, q, k, v, sinks, k_start, k_end):
         sink = jnp.broadcast_to(sinks[:, None], lse.shape)  # (B, H, L)
         out, lse = merge((jnp.zeros((), out.dtype), sink), (out, lse))
     out = ring.heads_first(out[..., : q.shape[-1]].astype(q.dtype))  # (B, L, H, D)
+    out = to_slice(ring, out)
+    lse = to_slice(ring, lse, axis=2)
     # Named here, where the backward's residuals are made, so that a remat policy can
     # save these two and not rerun the ring (names given outside have no effect).
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, sinks, k_start, k_end, out, lse)
+    return (out, lse), (q, k, v, sinks, visible, out, lse)
 
 
 def _attend_backward(ring, residuals, cotangents):
-    q, k, v, sinks, k_start, k_end, out, lse = residuals
+    q, k, v, sinks, visible, out, lse = residuals
     do, d_lse = cotangents
     # ds = p · (dp - delta) + p · d_lse: the gradient of lse joins delta.
     delta = product("bthd,bthd->bht", out, do) - d_lse  # (B, H, L)
+    # q, k, v and bounds were kept as shards. Of out only delta, a number a row, has to
+    # become one: what a remat policy saves is not exchanged again.
+    do = to_shard(ring, do)
+    lse = to_shard(ring, lse, axis=2)
+    delta = to_shard(ring, delta, axis=2)
     rows = Rows(ring.as_read(q), ring.as_read(do), lse, delta)
     kv = ring.as_read(k), ring.as_read(v)
-    visible = Visible(k_start, k_end)
     gradients = BackwardPass.prepare(ring, rows, kv, visible).run()
     # Kernels leave the factor `scale` out of dq and dk.
     dq = ring.scale * gradients.dq
@@ -100,7 +112,9 @@ def _attend_backward(ring, residuals, cotangents):
         d_sinks = -(p * delta).sum(axis=(0, 2))  # (H,), of this device's queries
         # For a sink of -inf p is 0, or nan where a query sees no other key.
         d_sinks = jnp.where(sinks == -jnp.inf, 0, d_sinks)
-    return dq, dk, dv, d_sinks, None, None
+    dk = to_slice(ring, dk)
+    dv = to_slice(ring, dv)
+    return to_slice(ring, dq), dk, dv, d_sinks, None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)

@@ -41,6 +41,8 @@ class Ring:
     backend: whose kernels attend (see `backends`).
     soft_cap: scores s become soft_cap · tanh(s / soft_cap), if given.
     route: ways that keys and values take, and how far.
+    natural_order: whether operands and results are slices of the sequence in natural
+      order, and not shards of the layout (see `natural`).
     """
 
     axis_name: str | tuple[str, ...] | None
@@ -50,6 +52,7 @@ class Ring:
     backend: Backend
     soft_cap: float | None = None
     route: Route = ONE_WAY
+    natural_order: bool = False
 
     @property
     def scores(self) -> Scores:

@@ -20,8 +20,10 @@ from kernels.ring_attention import make_ring_attention, ring_attention
 from tests.cases import table
 from tests.support.rings import ring_mesh
 
+OPTIONS = {"layout": layout, "SimpleNamespace": SimpleNamespace}
 
-@pytest.mark.parametrize("options, words", table("kernels.txt", "ring", layout=layout))
+
+@pytest.mark.parametrize("options, words", table("kernels.txt", "ring", **OPTIONS))
 def test_a_ring_that_cannot_be_made_is_refused(options, words):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "ring"))
     with pytest.raises(ValueError, match=words):
