@@ -13,12 +13,14 @@ from ..devices.device import device_kind, rings_both_ways
 from ..layouts import (
     Contiguous,
     Layout,
+    Mirror,
     Striped,
     Zigzag,
     check_layout,
     padded_length,
 )
 from .clock import Heads, RingCost, Times
+from .exchange import exchange_seconds
 from .speed import PRODUCTS
 from .work import Row, RowOnRing
 
@@ -88,13 +90,22 @@ def default_granule(ring_size: int, length: int, kind: str) -> int:
     return width if is_wide and length % (ring_size * width) == 0 else 1
 
 
-def layouts_of(ring_size: int, length: int) -> list[Layout]:
-    """Returns the layouts in which a row of this length needs the least padding."""
+def layouts_of(
+    ring_size: int, length: int, natural_order: bool = False
+) -> list[Layout]:
+    """Returns the layouts in which a row of this length needs the least padding.
+
+    natural_order: whether devices exchange what these have elsewhere: only then is
+      `Mirror` better than `Zigzag`, and tried.
+    """
     if ring_size == 1:
         return [Contiguous()]
-    layouts = [Striped(), Contiguous(), Zigzag()]
+    layouts = [Striped(), Contiguous(), Mirror() if natural_order else Zigzag()]
     layouts += [Striped(width) for width in STRIPES if width < length // ring_size]
-    padded = {layout: padded_length(layout, ring_size, length) for layout in layouts}
+    padded = {
+        layout: padded_length(layout, ring_size, length, natural_order=natural_order)
+        for layout in layouts
+    }
     return [layout for layout in layouts if padded[layout] == min(padded.values())]
 
 
@@ -175,12 +186,14 @@ def choose_layout(
     head_dim: int,
     device: str | None = None,
     layouts: Sequence[Layout] = (),
+    natural_order: bool = False,
 ) -> Choice:
     """Chooses the layout of causal attention within documents, by estimated seconds.
 
     documents: lengths of the documents of each of some typical rows, which all have the
       same number of tokens. device: kind, as "TPU v5e"; None for this process's.
     layouts: to choose from; () for all those that need the least padding.
+    natural_order: as of `make_ring_attention`: what devices exchange is counted.
 
     Returns:
       The layout and `count_steps` for `make_ring_attention`, and the seconds of one
@@ -210,14 +223,19 @@ def choose_layout(
     rows = [Row.of(tuple(row), length) for row in documents]
 
     def seconds(choice: Choice, slower: float) -> float:
-        slots = padded_length(choice.layout, ring_size, length) // ring_size
+        padded = padded_length(
+            choice.layout, ring_size, length, natural_order=natural_order
+        )
+        slots = padded // ring_size
         ways = {"counts": choice.count_steps, "one_way": choice.one_way}
         rings = []
         for row in rows:
             on_ring = RowOnRing(row, choice.layout, ring_size, slots)
             rings.append(RingCost.of(on_ring, 1, heads, chip, **ways))
         links = slower_links(chip, slower)
-        return sum(sum(mean_times(rings, direction, links)) for direction in PRODUCTS)
+        spent = exchange_seconds(on_ring, heads, links) if natural_order else 0.0
+        return spent + sum(sum(mean_times(rings, way, links)) for way in PRODUCTS)
 
-    choices = options(layouts or layouts_of(ring_size, length), may_count=True)
+    layouts = layouts or layouts_of(ring_size, length, natural_order)
+    choices = options(layouts, may_count=True)
     return ranked(choices, seconds, chip)[0]
