@@ -25,7 +25,8 @@ MASKS = {
     "documents or first": lambda ids: (
         masks.documents(ids) & masks.window(9) | (masks.first(3) & masks.causal())
     ),
-    "window or first": lambda ids: masks.window(20) | masks.first(2) & masks.causal(),
+    "window or first": lambda ids: masks.window(4) | masks.first(2) & masks.causal(),
+    "bounds": lambda ids: masks.Visible(0 * ids, 0 * ids + jnp.arange(1, 81)),
     "padding": lambda ids: masks.causal() & masks.padding(70),
     "queries": lambda ids: masks.prefix(30),
 }

@@ -63,11 +63,10 @@ def test_tpus_send_half_of_the_heads_each_way_if_not_all_one_way(
 
 
 @pytest.mark.parametrize("one_way, shifts", [(True, {1}), (False, {1, 3})])
-def test_counted_shards_of_zigzag_go_one_way_where_asked(one_way, shifts):
+@pytest.mark.parametrize("kind", [layout.Zigzag(), layout.Mirror()], ids=str)
+def test_counted_shards_of_zigzag_go_one_way_where_asked(kind, one_way, shifts):
     mesh = jax.make_mesh((2, 4), ("data", "ring"))
-    attend = make_ring_attention(
-        mesh, layout=layout.Zigzag(), count_steps=True, one_way=one_way
-    )
+    attend = make_ring_attention(mesh, layout=kind, count_steps=True, one_way=one_way)
     x = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     program = jax.jit(lambda x, ids: attend(x, x, x, masks.documents(ids)))
