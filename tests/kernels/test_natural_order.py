@@ -158,3 +158,12 @@ def test_half_of_a_slice_is_sent_and_a_saved_result_once(kind, permutes):
     assert sent.count("1x8x8x16xbf16") == 5 * permutes
     # k and v; both again, and their gradients.
     assert sent.count("1x8x2x16xbf16") == 6 * permutes
+
+
+def test_a_window_sends_what_the_neighbours_of_the_layout_read():
+    """Not those of natural order: of keys and values, to both sides."""
+    attend = make_ring_attention(
+        ring_mesh(8), layout=layout.Zigzag(), natural_order=True
+    )
+    program = lowered(lambda x: attend(x, x, x, masks.window(32)), (1, 1024, 4, 16))
+    assert permuted_shapes(program).count("1x4x31x16xbf16") == 4
