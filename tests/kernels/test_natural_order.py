@@ -19,6 +19,9 @@ from tests.cases.attention import QUICK
 from tests.kernels.test_ring_transfers import lowered, permuted_shapes
 from tests.support.rings import ring_mesh
 
+TOKENS = 96
+"""A multiple of what each layout and ring of the table needs."""
+
 MASKS = {
     "documents": masks.documents,
     "segments": masks.segments,
@@ -26,7 +29,7 @@ MASKS = {
         masks.documents(ids) & masks.window(9) | (masks.first(3) & masks.causal())
     ),
     "window or first": lambda ids: masks.window(4) | masks.first(2) & masks.causal(),
-    "bounds": lambda ids: masks.Visible(0 * ids, 0 * ids + jnp.arange(1, 81)),
+    "bounds": lambda ids: masks.Visible(0 * ids, 0 * ids + jnp.arange(1, TOKENS + 1)),
     "padding": lambda ids: masks.causal() & masks.padding(70),
     "queries": lambda ids: masks.prefix(30),
 }
@@ -67,27 +70,17 @@ def test_rings_in_natural_order_match_one_device(
     heads = "tensor" if "tensor" in sizes else None
     tokens = tuple(name for name in sizes if name not in ("data", "tensor"))
     rows = sizes.get("data", 1)
-    ring_size = math.prod(sizes[name] for name in tokens if name != "ulysses")
-    padded = functools.partial(
-        layout.padded_length,
-        options["layout"],
-        ring_size,
-        slices=sizes.get("ulysses", 1),
-    )
-    length = padded(80, natural_order=True)
-    queries = padded(40, natural_order=True) if mask == "queries" else length
-    qkv = [
-        drawn(rng, rows, *shape, 8)
-        for shape in ((queries, 4), (length, 2), (length, 2))
-    ]
+    queries = TOKENS // 2 if mask == "queries" else TOKENS
+    q = drawn(rng, rows, queries, 4, 8)
+    k = drawn(rng, rows, TOKENS, 2, 8)
+    qkv = q, k, drawn(rng, *k.shape)
     sinks = drawn(rng, 4)
     cotangents = drawn(rng, rows, queries, 4, 8), drawn(rng, rows, 4, queries)
-    ids = np.sort(rng.integers(0, 5, (rows, length)), axis=1).astype(np.int32)
+    ids = np.sort(rng.integers(0, 5, (rows, TOKENS)), axis=1).astype(np.int32)
 
-    def one(*qkv_and_mask, sinks):
-        *qkv, seen = qkv_and_mask
+    def one(q, k, v, visible, sinks):
         cap = options.get("soft_cap")
-        return attention_with_lse(*qkv, visible=seen, sinks=sinks, soft_cap=cap)
+        return attention_with_lse(q, k, v, visible=visible, sinks=sinks, soft_cap=cap)
 
     want = answers(one, MASKS[mask], ids, qkv, sinks, cotangents)
     array = NamedSharding(mesh, P(batch, tokens, heads))
