@@ -208,7 +208,7 @@ def test_every_transfer_overlaps_the_kernel_of_its_ring_step(
 def test_without_compiler_options_the_backward_waits_for_transfers(chip):
     """XLA has five permutes in flight by itself, and a step of the backward has eight.
 
-    The table in docs/use_the_ring.md says so: where this fails, it can be shorter.
+    The table in docs/compiler_options.md says so: where this fails, it can be shorter.
     """
     text = compiled_layers(chip, 4, TOKENS, HEADS, has_options=False)
     orders = Program.parse(text, 4).orders()
