@@ -56,7 +56,7 @@ def new_run(corpus, weights, tmp_path):
     return run_in(tmp_path / "run", corpus, weights)
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 def test_only_adapters_are_trained_and_saved(undisturbed):
     (line,) = (line for line in undisturbed.said if line.startswith("model: "))
     assert ", 992 of them trained (adapters), " in line
@@ -102,7 +102,7 @@ def test_a_broken_run_ends_as_if_it_had_not_been(undisturbed, new_run):
     assert new_run.curve() == undisturbed.curve()[MIDDLE:]
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 @pytest.mark.parametrize("fields, said", table("runs.txt", "other-adapters"))
 def test_a_run_with_other_adapters_is_refused(undisturbed, fields, said):
     before = undisturbed.files()
@@ -111,7 +111,7 @@ def test_a_run_with_other_adapters_is_refused(undisturbed, fields, said):
     assert undisturbed.files() == before
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 def test_adapters_of_changed_weights_are_refused(
     undisturbed, weights, corpus, tmp_path
 ):
@@ -136,7 +136,7 @@ def restored(run: Run, **overrides: Any) -> Any:
     return restored_parameters(TextRun.of(config, jax.devices()))
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 def test_adapters_are_not_weights_to_start_from(undisturbed, new_run):
     with pytest.raises(ValueError, match="holds adapters, and no model: export it"):
         new_run.train(init_from=str(undisturbed.workdir))

@@ -69,7 +69,7 @@ def loss_and_gradients(corpus, shape, attention, **fields):
     return *found, batch
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh, attention, fields", table("runs.txt", "of-trees"))
 def test_trees_have_the_losses_and_gradients_of_documents(
     prepared, mesh, attention, fields

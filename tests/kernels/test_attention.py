@@ -126,7 +126,7 @@ MASKS = {
 }
 
 
-@pytest.mark.thorough(quick=4)
+@pytest.mark.thorough(quick=2)
 @in_float32
 @pytest.mark.parametrize("name", MASKS)
 def test_values_and_gradients_match_the_reference_in_float64(name, implementation, rng):

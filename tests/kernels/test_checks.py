@@ -121,6 +121,7 @@ def test_bounds_that_decrease_or_share_keys_are_refused(array, right, wrong, wor
     assert checked(right)[0].get() is None
 
 
+@pytest.mark.thorough
 def test_intervals_that_share_no_key_are_those_of_the_whole(rng):
     x = jnp.float32(rng.standard_normal((1, 8, 2, 8)))
     apart, whole = APART[:, :, None], APART[[0, 1], [0, 1], None]

@@ -129,6 +129,7 @@ def test_a_branch_of_a_tree_sees_its_prompt_and_itself_in_a_cache(rows, rng):
     np.testing.assert_allclose(got, problem.expected(0), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_bounds_beyond_int32_reach_all_keys(rng):
     """As in `attention`; wrapped around, they would be empty."""
     problem, cached = Problem(rng), CachedAttention(mesh_of(4))

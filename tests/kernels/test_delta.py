@@ -245,6 +245,7 @@ def test_every_move_hands_each_run_to_the_one_some_steps_later():
     assert checked > 1000
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("ring", [1, 2])
 def test_a_convolution_of_one_token_reads_none_before(ring, rng):
     """Its result is that of a kernel of two tokens whose first one is 0."""
@@ -259,6 +260,7 @@ def test_a_convolution_of_one_token_reads_none_before(ring, rng):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "layout, ring, maps, tails, most",
     [

@@ -85,7 +85,7 @@ def gpu_cases():
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-@pytest.mark.thorough(quick=5)
+@pytest.mark.thorough(quick=3)
 @pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, implementation", list(covering_cases()))
 def test_ring_in_float32_matches_one_device_in_float64(case, implementation, rng):
@@ -140,7 +140,7 @@ def test_ring_longer_than_it_is_unrolled_matches_one_device(rng):
     assert_as_on_one_device(rng, case, reference, make=one_device_ring)
 
 
-@pytest.mark.thorough(quick=2)
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("axes, options", table("kernels.txt", "mesh", layout=layout))
 def test_ring_over_part_of_a_mesh_matches_one_device(axes, options, rng):
     """Every row has bounds of its own, every device sinks of its own heads.

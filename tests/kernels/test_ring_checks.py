@@ -117,6 +117,7 @@ def test_kernels_are_refused_where_a_shard_map_checks_how_values_vary():
         local_ring(x, layout.Striped(), implementation=backend)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize(
     "kind, implementation, route",
     [

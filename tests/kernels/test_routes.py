@@ -64,7 +64,7 @@ def each_case():
         yield pytest.param(case, name, dtype, id=ids, marks=pytest.mark.slow)
 
 
-@pytest.mark.thorough(quick=2)
+@pytest.mark.thorough(quick=1)
 @pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, name, dtype", list(each_case()))
 def test_every_route_matches_one_device(case, name, dtype, rng):
@@ -145,6 +145,7 @@ def test_where_keys_are_not_as_many_as_queries_no_shard_is_left_out(name, length
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped4"])
 def test_a_counted_ring_of_documents_in_their_shards_sends_nothing(layout_name, rng):
     """Each device attends to its own keys alone, forward and backward."""
@@ -202,6 +203,7 @@ class OwnForms:
         return OwnForm(reference, q, scores, k.shape[1])
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("window", [3, 64])
 def test_carries_are_read_by_kernels_for_other_lengths_in_a_common_form(window, rng):
     """Neighbours send less than a shard of a window; without one all send the same."""

@@ -49,7 +49,7 @@ def cases():
         yield pytest.param(case, implementation, dtype, options)
 
 
-@pytest.mark.thorough(quick=4)
+@pytest.mark.thorough(quick=2)
 @pytest.mark.usefixtures("steps_in_a_loop")
 @pytest.mark.parametrize("case, implementation, dtype, options", list(cases()))
 def test_ring_of_intervals_matches_one_device_in_float64(
@@ -63,6 +63,7 @@ def bounds_of(name: str, tokens: int) -> Visible:
     return UNIONS[name](tokens, tokens)(np.arange(tokens, dtype=np.int32), tokens)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("shape", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_mask", [True, False])
 def test_rings_of_global_arrays_take_masks_and_bounds_of_intervals(shape, is_mask, rng):
@@ -81,6 +82,7 @@ def test_rings_of_global_arrays_take_masks_and_bounds_of_intervals(shape, is_mas
     np.testing.assert_allclose(layout.unpermute(out, *order), want, atol=1e-5)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("shape", ["contiguous", "zigzag"])
 def test_gradients_of_neighbours_keys_come_home_once(shape, rng):
     """Those of a window's keys do while the first tokens still go around."""
@@ -135,6 +137,7 @@ class Counted:
         return reference.backward(*operands, **options)
 
 
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("name", ["shared_prefix", "first_in_window"])
 def test_intervals_that_no_query_of_a_device_sees_cost_no_kernel(name, rng):
     tokens, ring_size, shape = 64, 4, LAYOUTS["contiguous"]

@@ -98,6 +98,7 @@ def test_without_positions_a_layer_reads_a_set(discrete):
     assert np.abs(after - before).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_losses_by_rank_are_those_of_the_predictions(batch, rng):
     """And so they add up; padding, with its garbage, counts for nothing."""
     errors = np.square(one_device().actions(batch) - batch.actions).mean(axis=-1)

@@ -112,7 +112,7 @@ def answer(policy: str) -> tuple[np.ndarray, Any]:
     return run_with(policy).answer()
 
 
-@pytest.mark.thorough(quick=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy",
     [
@@ -134,7 +134,7 @@ def trace(policy: str, ring_size: int = 1, **overrides: Any) -> jax.stages.Trace
     return step.trace(*arguments, run.model.frozen_shapes)
 
 
-@pytest.mark.thorough(quick=2)
+@pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("policy", REMAT_POLICIES)
 def test_ring_runs_again_only_where_its_result_is_not_kept(policy):
     ring_size, runs = 4, {"nothing": 2, "offload": 2}.get(policy, 1)
@@ -182,6 +182,7 @@ def test_norms_after_chunks_have_the_gradients_of_all_tokens():
     assert_same(got.answer(), want.answer(), 1e-5)
 
 
+@pytest.mark.thorough
 def test_offload_moves_the_layers_input_to_the_host_and_back():
     def placements(policy: str) -> list[str]:
         # On a CPU all memory is the host's, and nothing is moved.

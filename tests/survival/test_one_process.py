@@ -108,7 +108,7 @@ def test_a_run_that_is_killed_at_random_ends_as_if_it_were_not(
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.quick
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(copy, truth):
     # In every file of data, as one may hold nothing that is still read.

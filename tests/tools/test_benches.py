@@ -135,6 +135,7 @@ class ExactRing:
         return rows.Sample(1.0, 1.0)
 
 
+@pytest.mark.thorough
 def test_long_sequences_are_checked_at_a_length_that_the_reference_can_hold(
     monkeypatch, measure
 ):

@@ -141,6 +141,7 @@ def test_places_follow_from_moves_and_walls_hold():
     np.testing.assert_array_equal(best.sum(axis=-1), np.maximum(nearer - 1, 0))
 
 
+@pytest.mark.thorough
 def test_files_of_rooms_have_worlds_targets_and_a_learner_that_learns(tmp_path):
     file = make_dark_room.make("9x9", "learning", 300, 0, tmp_path / "learning")
     assert len(file.returns) == 81 * 300 and file.has_targets
