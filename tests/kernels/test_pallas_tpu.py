@@ -80,14 +80,20 @@ HEAD = StepCase(1792, 300, group=1, batch=1)  # 7 query tiles, of 256 x 128 with
 DQ_TILE = 256 * 128 * 4
 
 
-def is_resident(capacity: int) -> bool | None:
-    """Whether dq stays in a vector memory of that size; None: nothing fits."""
-    step = HEAD.abstract(jnp.float32)
+def cut_of(capacity: int, case: StepCase = HEAD) -> Cut | None:
+    """The backward's cut in a vector memory of that size; None: nothing fits."""
+    step = case.abstract(jnp.float32)
     try:
         chip = with_vmem(capacity).chip
-        return pallas_tpu.cut_backward(chip, step.q, step.k, SMALL_BLOCKS)[-1]
+        return pallas_tpu.cut_backward(chip, step.q, step.k, SMALL_BLOCKS)
     except ValueError:
         return None
+
+
+def is_resident(capacity: int) -> bool | None:
+    """Whether dq stays there."""
+    cut = cut_of(capacity)
+    return cut and cut.is_dq_resident
 
 
 def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves():
@@ -100,6 +106,19 @@ def test_dq_stays_in_vmem_if_it_takes_at_most_half_of_what_the_rest_leaves():
     enough = -(-(rest + 2 * 7 * DQ_TILE) * 8 // 7)
     assert is_resident(enough) and is_resident(CHIP.vmem_capacity_bytes)
     assert not is_resident(enough - 2) and not is_resident(SMALL_VMEM)
+
+
+def test_dk_and_dv_come_in_where_their_blocks_fit_besides():
+    """Both double-buffered, beside what the compiler takes."""
+    case = dataclasses.replace(HEAD, queries=2**16)  # dq of a head does not stay
+    smallest = bisect.bisect_left(
+        range(CHIP.vmem_capacity_bytes), True, key=lambda c: cut_of(c, case) is not None
+    )
+    sums = 2 * 2 * 256 * 128 * 4
+    compiler = 4 * 2**18
+    enough = smallest + (sums + compiler) * 8 // 7
+    assert not cut_of(enough - 2**10, case).adds_to_dkv
+    assert cut_of(enough + 2**10, case).adds_to_dkv
 
 
 def cuts(chip: pltpu.TpuInfo, q: jax.Array, k: jax.Array) -> tuple[Cut, Cut]:
