@@ -108,10 +108,12 @@ def _all_to_all(
     rounds = x.shape[axis] // (granule * ring.size)  # of a slice
     if is_slice:
         shape = *before, rounds, ring.size, granule, *after
-        split, joined = axis + 1, axis
+        split = axis + 1
+        joined = axis
     else:
         shape = *before, ring.size * rounds, 1, granule, *after
-        split, joined = axis, axis + 1
+        split = axis
+        joined = axis + 1
     # Tiled: parts are joined in the order of the devices, which is that of the slices.
     stripes = lax.all_to_all(
         x.reshape(shape), ring.axis_name, split, joined, tiled=True
