@@ -99,9 +99,7 @@ def generator(
     ring_size = partition.ring_size
     _check(sizes, cache_tokens, samples)
     members = partition.shards("sequence")  # that share out the cache
-    # Runs of the shortest rows hold what Gated DeltaNet's convolution reads.
-    least = divisor(layout, ring_size, partition.slices)
-    least *= max(1, sizes.delta_convolution - 1)
+    least = _least_slots(run)
     most = cache_tokens + members * (samples - 1)  # see `Generator.room`
     slots = max(padded_length(layout, ring_size, most, partition.slices), least)
     cache, empty = _empty_cache(run, rows, slots)
@@ -138,6 +136,15 @@ def generator(
         samples=samples,
         block=0 if is_whole else _block(scores, slots // members),
     )
+
+
+def _least_slots(run: TextRun) -> int:
+    """Returns the tokens of the shortest row that the layout can shard.
+
+    Its runs hold what Gated DeltaNet's convolution reads of the tokens before.
+    """
+    step = divisor(run.layout, run.partition.ring_size, run.partition.slices)
+    return step * max(1, run.sizes.delta_convolution - 1)
 
 
 def _check(sizes: LanguageModelConfig, cache_tokens: int, samples: int) -> None:

@@ -30,12 +30,7 @@ from models.memory import Execution, Kept
 from models.sizes import DecoderConfig
 from tasks.config_errors import names_fields
 from tasks.parts import Data, ModelParts, Objective, Scores
-from tasks.state import (
-    abstract_state,
-    optimizer_settings,
-    sharding_of,
-    state_shapes,
-)
+from tasks.state import abstract_state, optimizer_settings, sharding_of, state_shapes
 from tasks.systems import (
     AttentionSystem,
     attention_system,

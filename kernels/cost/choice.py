@@ -177,6 +177,17 @@ def _checked_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> Heads:
     return Heads(num_heads, num_kv_heads, head_dim)
 
 
+def _row_length(documents: Sequence[Sequence[int]]) -> int:
+    """Returns the tokens of each row; checks that rows have as many."""
+    lengths = {sum(row) for row in documents}
+    if len(lengths) != 1 or not all(number > 0 for row in documents for number in row):
+        raise ValueError(
+            "documents must be rows of as many tokens each, in documents of 1 or more, "
+            f"got rows of {sorted(lengths)} tokens: add what pads a row as a document"
+        )
+    return lengths.pop()
+
+
 def choose_layout(
     documents: Sequence[Sequence[int]],
     ring_size: int,
@@ -212,13 +223,7 @@ def choose_layout(
         )
     for layout in layouts:
         check_layout(layout)
-    lengths = {sum(row) for row in documents}
-    if len(lengths) != 1 or not all(number > 0 for row in documents for number in row):
-        raise ValueError(
-            "documents must be rows of as many tokens each, in documents of 1 or more, "
-            f"got rows of {sorted(lengths)} tokens: add what pads a row as a document"
-        )
-    length = lengths.pop()
+    length = _row_length(documents)
     chip = known_chip(device or device_kind())
     rows = [Row.of(tuple(row), length) for row in documents]
 

@@ -36,8 +36,7 @@ BEGINNINGS = {
 TABLE_IS_COMPRESSED = "tables are compressed inside and read from their ends: unpack it"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
-# Letters of a library's error that are shown.
-MOST_SHOWN = 300
+MOST_SHOWN = 300  # letters of a library's error
 # Of a column, read at a time.
 BUFFER_BYTES = 1 << 20
 

@@ -130,11 +130,8 @@ def evaluate(
     say(f"a context takes {agent.device_bytes / 1e6:,.1f} MB on each device")
     # Rows of one world depend on each other; of a lone world, all are apart.
     rows = np.arange(size[0]) if len(worlds) == 1 else of_rows
-    played = [*needed.values()]
-    if file.family and "own" in needed:  # by the two of `_simulated`
-        played += 2 * [needed["own"]]
     outcomes = {}
-    with progress(sum(len(c.scenes) for c in played), " episodes") as bar:
+    with progress(_num_episodes(file, needed), " episodes") as bar:
         play.on_episode = bar.update
         for name, context in needed.items():
             outcomes[name] = _outcome(name, context, play, rows, say)
@@ -188,6 +185,14 @@ def _targets(
     return np.array([file.returns[file.worlds == world].max() for world in worlds])
 
 
+def _num_episodes(file: TrajectoryFile, needed: dict[str, Context]) -> int:
+    """Returns how many episodes are played for the contexts, and for references."""
+    played = [*needed.values()]
+    if file.family and "own" in needed:  # by the two of `_simulated`
+        played += 2 * [needed["own"]]
+    return sum(len(context.scenes) for context in played)
+
+
 def _references(
     file: TrajectoryFile,
     play: Play,
@@ -196,7 +201,7 @@ def _references(
     rows: np.ndarray,
     episodes: int,
 ) -> dict[str, Any]:
-    """Returns returns to compare with: of random actions, and of who knows the goal.
+    """Returns returns to compare with: of random actions, and of knowing the goal.
 
     worlds, rows: (E,), of the episodes, and which of them depend on each other.
     """
