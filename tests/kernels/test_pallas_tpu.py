@@ -136,6 +136,8 @@ def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
         k = jax.ShapeDtypeStruct((1, 8192, 1, head_dim), dtype)
         for cut in cuts(chip, q, k):
             assert cut.heads * cut.stacks == group
+            # Each stack has sums of its own: they cannot begin with those of all.
+            assert cut.stacks == 1 or not cut.adds_to_dkv
             assert cut.blocks.stacked_rows == cut.heads * cut.sizes.block_q
             assert cut.orientation.sublanes == chip.num_sublanes
             assert cut.sizes.block_q % (2 * chip.num_sublanes) == 0
