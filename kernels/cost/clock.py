@@ -266,10 +266,13 @@ class RingCost:
         if step:
             return [Part(of_first, beside_first), Part(of_second, beside_second)]
         # Half of the first chunk's local block waits for the second's gradients.
+        beside_last = self._gradient_moves(second, second.last)
+        if self.schedule.comes_home:
+            beside_last += self._key_moves(first, first.last)
         return [
             Part(of_first / 2, beside_first),
             Part(of_second, beside_second),
-            Part(of_first / 2, self._gradient_moves(second, second.last)),
+            Part(of_first / 2, beside_last),
         ]
 
     def _kernels(self, step: int, chunk_seconds: list[np.ndarray]) -> float:
@@ -291,9 +294,11 @@ class RingCost:
 
     def _key_moves(self, chunk: Chunk, step: int) -> list[Move]:
         """Returns how a chunk's keys go on beside a step."""
-        if step >= chunk.last:
-            return []
-        return [Move(chunk, chunk.shifts_after(step), self.keys_bytes)]
+        if step < chunk.last:
+            return [Move(chunk, chunk.shifts_after(step), self.keys_bytes)]
+        if self.schedule.comes_home:
+            return [Move(chunk, chunk.way, self.keys_bytes)]
+        return []
 
     def _gradient_moves(self, chunk: Chunk, step: int) -> list[Move]:
         """Returns how the gradients that a step added to follow the keys."""

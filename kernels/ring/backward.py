@@ -25,6 +25,8 @@ the other:
     kernel        a: adds to its dk, dv      b: adds to its own      a
     keys          a go on                    b go on                 a
     dk, dv        b of step 0 go on          a of step 1 go on       b of step 1
+
+Their loop goes from the second half of a step to the first half of the next one.
 """
 
 from dataclasses import dataclass, replace
@@ -192,9 +194,9 @@ class BackwardPass:
     def take(self, step: RingStep, state: BackwardState) -> BackwardState:
         """Takes a ring step: sends k, v, and after them dk, dv, beside the kernels."""
         if self.order is StepOrder.TAKE_TURNS:
-            is_after_last = step.like > self.chunks.schedule.last
-            state = self._take_turn(0, step, state)
-            return state if is_after_last else self._take_turn(1, step, state)
+            # The first chunk's turn of this step has been taken.
+            state = self._take_turn(1, step, state)
+            return self._take_turn(0, step.next, state)
         kv = self.chunks.send_on(state.kv, step)
         arriving_dkv = self.chunks.send_gradients(state.dkv, step, self.count)
         is_sending = bool(kv or arriving_dkv)
@@ -221,7 +223,8 @@ class BackwardPass:
         before.
         """
         other = 1 - number
-        kv = {number: state.kv[number]}
+        # After the last step, keys that have not come home: those that never left.
+        kv = {number: state.kv.get(number, self.chunks.own[number])}
         arriving = self.chunks.send_on(kv, step)
         leaves_after = step._replace(like=step.like + number)
         other_dkv = {other: state.dkv[other]}
@@ -278,7 +281,11 @@ class BackwardPass:
     def _go_around(self) -> tuple[list[Any], Pairs]:
         """Takes all ring steps, and the one after the last."""
         begin = BackwardState(self.chunks.own, self.zeros, self.dkv_zeros)
+        if self.order is StepOrder.TAKE_TURNS:
+            begin = self._take_turn(0, RingStep(0, like=0), begin)
         state = ring_loop(self.chunks.schedule, self.take, begin, self.count)
+        if self.order is StepOrder.TAKE_TURNS:
+            return state.dq, state.dkv
         after = self.chunks.schedule.last + 1
         # The second half of the local block, on keys that never left.
         state = self.take(

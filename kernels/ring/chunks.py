@@ -39,6 +39,10 @@ class RingStep(NamedTuple):
     number: jax.Array | int
     like: int
 
+    @property
+    def next(self) -> "RingStep":
+        return RingStep(self.number + 1, self.like + 1)
+
 
 class BoundsTable(NamedTuple):
     """What kernels read of the bounds of a chunk.

@@ -40,7 +40,7 @@ def ring_loop(
         state = _run_alike(begin, distinct, take, state)
         state = take(RingStep(distinct, like=distinct), state)
         begin = distinct + 1
-    return state
+    return _run_alike(begin, schedule.last + 1, take, state)
 
 
 def _counted_loop(
@@ -64,7 +64,7 @@ def _run_alike(
     """Runs steps in which the same chunks are sent: unrolled if few, else a loop."""
     if end - first < (UNROLLED_ON_TPU if is_tpu() else UNROLLED_STEPS):
         for n in range(first, end):
-            state = take(RingStep(n, like=first), state)
+            state = take(RingStep(n, like=n), state)
         return state
 
     # The carry keeps its form, as alike steps have the same chunks under way.

@@ -34,7 +34,11 @@ TURNS_FROM = 1 << 13
 """Rows of a key from which two chunks, one each way round, take turns.
 
 By the clock 6 to 12 % of a backward are saved from here on; with half of the rows it
-takes up to 24 % longer (results/2026-11-29-half-steps.md)."""
+takes up to 24 % longer (results/2026-11-29-half-steps.md). From here on all transfers
+are hidden, and one that nobody needs costs nothing."""
+
+HOME_FROM = 8
+"""Devices of a ring from which its keys come home: see `Schedule.comes_home`."""
 
 EVERY_ROW = 1 << 22
 """Rows times shards up to which the bounds of each row are looked at."""
@@ -80,9 +84,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chunks of a ring, in the order in which a device computes them in a step."""
+    """The chunks of a ring, in the order in which a device computes them in a step.
+
+    comes_home: whether keys and values go on in the last step too, and come home. Then
+      all steps are alike, and one loop: the program calls fewer kernels, whose code XLA
+      writes for each call.
+    """
 
     chunks: tuple[Chunk, ...]
+    comes_home: bool = False
 
     @property
     def heads(self) -> tuple[Span, ...]:
@@ -102,6 +112,8 @@ class Schedule:
         In the step after a chunk's last one its dk and dv go home: in a loop they would
         go on from there in each step.
         """
+        if self.comes_home:
+            return []
         steps = {0}
         for chunk in self.chunks:
             steps |= {chunk.first, chunk.last, chunk.last + 1}
@@ -115,11 +127,13 @@ class AllShards:
     both_ways: half of it each way round; else all of it goes to the next devices.
     cores: of a device, which share out the heads of a chunk.
     takes_turns: two chunks also one way: see `backward_route`.
+    comes_home: whether keys of a long ring come home, if chunks take turns.
     """
 
     both_ways: bool = False
     cores: int = 1
     takes_turns: bool = False
+    comes_home: bool = False
 
     def schedule(self, ring_size: int, heads: int, slots: int) -> Schedule:
         """Returns the chunks of shards (B, slots, heads, D).
@@ -143,8 +157,9 @@ class AllShards:
             first, second = halves_of(slots, tile)
             chunks = replace(whole, slots=first), Chunk(whole.heads, second, back)
         else:
-            chunks = (whole,)
-        return Schedule(chunks)
+            return Schedule((whole,))
+        comes_home = self.takes_turns and self.comes_home and ring_size >= HOME_FROM
+        return Schedule(chunks, comes_home)
 
 
 ONE_WAY = AllShards()
@@ -227,8 +242,9 @@ def backward_route(route: Route, rows_of_key: int, kind: str | None = None) -> R
     # Not on a v3: the kibibyte of semaphores, see `rings_both_ways`.
     if not isinstance(route, AllShards) or not rings_both_ways(kind):
         return route
-    takes_turns = not route.both_ways or rows_of_key >= TURNS_FROM
-    return replace(route, takes_turns=takes_turns)
+    is_hidden = rows_of_key >= TURNS_FROM
+    takes_turns = not route.both_ways or is_hidden
+    return replace(route, takes_turns=takes_turns, comes_home=is_hidden)
 
 
 def route_within(

@@ -223,6 +223,7 @@ def as_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_tpu", lambda: True)
     monkeypatch.setattr(ring_routes, "rings_both_ways", lambda kind: True)
     monkeypatch.setattr(ring_routes, "TURNS_FROM", 1)
+    monkeypatch.setattr(ring_routes, "HOME_FROM", 4)
     for module in ring_comm, ring_backward:
         monkeypatch.setattr(module, "is_cpu", lambda: False)
 
@@ -239,6 +240,7 @@ BOTH_WAYS = AllShards(both_ways=True)
         (Case(2, "zigzag", "shared_prefix", 2, 96, 8, heads=4), ONE_WAY),
         (Case(2, "striped", "documents", 2, 997, 100, heads=4), BOTH_WAYS),
         (Case(3, "zigzag", "causal", 1, 192, 16, heads=3), BOTH_WAYS),
+        (Case(5, "zigzag", "causal", 1, 160, 16, heads=2), BOTH_WAYS),
         (Case(8, "striped", "causal", 1, 256, 16, heads=2), ONE_WAY),
         (Case(2, "contiguous", "block_diffusion", 2, 128, 8, heads=4), BOTH_WAYS),
         # One key/value head: chunks are halves of the slots.
