@@ -33,11 +33,12 @@ from tasks import run_config
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, read_config, say
 from tasks.config_errors import names_fields
 from tasks.layout_choice import row_lines, wrapped
+from tasks.memory_choice import choice_line, with_remat
 from tasks.parts import Data
 from tasks.programs import compile_programs, first_state, read_frozen
 from tasks.run import Run
 from tasks.state import guard_settings
-from tasks.systems import prepare_devices
+from tasks.systems import AUTO, prepare_devices
 from tasks.task import check, check_attention, make_run, rate_change, run_settings
 from training import compilation
 from training.hosts import lost_processes, processes
@@ -91,6 +92,7 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
     """
     goodput = Goodput()
     settings = record.agreed(lambda: _checked_settings(config, say))
+    config = with_remat(config, settings["remat"], settings["remat_budget_gib"])
     run = make_run(config, jax.devices())
     data = run.open_data()
     check_attention(run)
@@ -175,11 +177,21 @@ def train(config: ConfigDict, say: Callable[[str], None] = print) -> dict[str, f
 
 
 def _checked_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, Any]:
-    """Checks the config, and returns its settings (see `run_settings`)."""
+    """Checks the config, and returns its settings (see `run_settings`).
+
+    With those of an earlier start in the place of remat=auto, or those that it chooses.
+    """
     check(config, jax.device_count())
     if "wandb" in config.metrics and jax.process_index() == 0:
         check_wandb()
-    return run_settings(config, say)
+    if config.remat != AUTO:
+        return run_settings(config, say)
+    before = None
+    with contextlib.suppress(FileNotFoundError):  # a new run
+        before = run_config.read(config.workdir)
+    run = make_run(config, jax.devices(), before=before)
+    say(choice_line(run))
+    return run_settings(run.config, say)
 
 
 def _start_lines(run: Run) -> Iterator[str]:

@@ -148,7 +148,8 @@ FIELDS = dict(
     # that are trained, and what updates them: see optimizer.
     compute_dtype="bfloat16",
     # Results of a layer that are kept for the backward: everything, products,
-    # attention, nothing, offload (see models/memory.py).
+    # attention, nothing, offload (see models/memory.py); or auto: as much as the memory
+    # has room for, by estimate (see docs/training.md).
     remat="attention",
     # Further GiB of a device for kept results: from the last layer on, as many layers
     # as fit keep what the next policy keeps (nothing, attention, products).

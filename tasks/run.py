@@ -150,7 +150,7 @@ class Run[Sizes: DecoderConfig](abc.ABC):
     def system(self) -> AttentionSystem:
         tokens = self.config.data.context_tokens
         ring_size = self.partition.ring_size
-        granule = default_granule(ring_size, tokens, self._device_kind)
+        granule = default_granule(ring_size, tokens, self.device_kind)
         return attention_system(self.config, granule)
 
     def choosing(self, choice: Choice) -> Self:
@@ -160,10 +160,11 @@ class Run[Sizes: DecoderConfig](abc.ABC):
     @functools.cached_property
     def chip(self) -> chips.Chip:
         """That of the mesh's devices (see `known_chip`)."""
-        return known_chip(self._device_kind)
+        return known_chip(self.device_kind)
 
     @property
-    def _device_kind(self) -> str:
+    def device_kind(self) -> str:
+        """That of the mesh's devices, as JAX calls it; "" if it is not known."""
         device = self.partition.mesh.abstract_mesh.abstract_device
         return device.device_kind if device else ""
 

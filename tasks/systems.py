@@ -17,14 +17,18 @@ from kernels import layouts, masks
 from kernels.devices import chips
 from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
-from models.memory import NEXT, Device, Execution, Kept, choose_chunk
+from models.memory import NEXT, REMAT_POLICIES, Device, Execution, Kept, choose_chunk
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
 from training.sharding.mesh import MeshShape, Partition, make_mesh
 from training.sharding.overlap import permutes_hide
 
 AUTO = "auto"
-"""The attention whose layout is chosen (see `layout_choice`): of text, in a ring."""
+"""The attention whose layout is chosen (see `layout_choice`): of text, in a ring. And
+the remat that is chosen (see `memory_choice`)."""
+
+DEFAULT_REMAT = "attention"
+"""The remat of a run for which none is chosen, though it is left open."""
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
 
@@ -196,10 +200,13 @@ def check_execution(config: ConfigDict) -> Execution:
         )
     if not 0 <= config.remat_budget_gib < math.inf:
         raise ValueError(f"{config.remat_budget_gib=} must be a number, at least 0")
+    if config.remat not in (AUTO, *REMAT_POLICIES):
+        known = ", ".join((AUTO, *REMAT_POLICIES))
+        raise ValueError(f"{config.remat=} must be one of {known}")
     is_chunked = attention_system(config).chunked
     execution = Execution(
         compute_dtype=jnp.dtype(config.compute_dtype),
-        remat=config.remat,
+        remat=DEFAULT_REMAT if config.remat == AUTO else config.remat,
         feed_forward_chunk=config.feed_forward_chunk_tokens if is_chunked else 0,
         attention_parts=config.attention_parts,
         loss_chunk=config.loss_chunk_tokens,

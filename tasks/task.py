@@ -22,9 +22,11 @@ from kernels.devices.compiler import GPU_TRANSFERS
 from kernels.masks import Visible
 from tasks import corpora, exorl, text
 from tasks.config_errors import fields_by_name, names_fields
+from tasks.memory_choice import settled
 from tasks.run import Run
 from tasks.state import guard_settings, optimizer_settings
 from tasks.systems import (
+    AUTO,
     COMPUTE_DTYPES,
     attention_system,
     check_execution,
@@ -84,17 +86,20 @@ def make_run(
     config: ConfigDict,
     devices: Partition | Sequence[jax.Device],
     rows: tuple[Row, ...] = (),
+    before: ConfigDict | None = None,
 ) -> Run:
     """Returns the run of a config's task on devices, or on a mesh of them.
 
     rows: what its rows are alike (see `typical_rows`).
+    before: the config of its last start, if any, for what remat=auto is (see
+      `memory_choice`).
 
     Raises:
       ValueError: the mesh does not match the devices.
     """
     if not isinstance(devices, Partition):
         devices = partition(config, devices)
-    return RUNS[config.task](config, devices, rows)
+    return settled(RUNS[config.task](config, devices, rows), before)
 
 
 def run_settings(config: ConfigDict, say: Callable[[str], None]) -> dict[str, Any]:
@@ -265,7 +270,7 @@ def _reports(config: ConfigDict) -> Iterator[str]:
 
 def _placement(config: ConfigDict) -> Iterator[str]:
     wanted = {
-        "remat": (config.remat != "everything", "nothing"),
+        "remat": (config.remat not in ("everything", AUTO), "nothing"),
         "remat_budget_gib": (not config.remat_budget_gib, 0.0),
         "train.microbatches": (config.train.microbatches == 1, 1),
         "model.layer_pattern": (len({*config.model.layer_pattern}) < 2, ""),

@@ -38,6 +38,8 @@ from data.row_trees import GROUP
 from kernels import layouts
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
 from tasks.layout_choice import row_lines, typical_rows
+from tasks.memory_choice import choice_line
+from tasks.systems import AUTO
 from tasks.task import make_run
 from tools.lib.benchmarks.rows import check_output
 from tools.lib.compiled.pods import Pod, TooLarge, aot_pod
@@ -166,8 +168,10 @@ def run(options: argparse.Namespace, config: ml_collections.ConfigDict) -> None:
         way = find_max_context if options.find_max_context else compiled_plan
         plan = way(config, pod, documents)
         rows = typical_rows(config, documents)
-        lines = row_lines(make_run(config, pod.devices, rows))
-        print("\n".join([*describe(plan), *lines]))
+        planned = make_run(config, pod.devices, rows)
+        print("\n".join([*describe(plan), *row_lines(planned)]))
+        if config.remat == AUTO:
+            print(choice_line(planned))
         value = plan.row()
     if options.output:
         write_json(options.output, value)

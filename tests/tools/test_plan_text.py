@@ -234,7 +234,8 @@ def test_larger_agents_are_refused(system, trajectories):
 
 def suggested(fits: bool, memory: float, **mesh: int) -> Suggestion:
     times = {"attention": 2.0, "ring_waits": 0.0, "other_waits": 0.5, "products": 1.5}
-    return Suggestion(mesh, memory * GIB, fits, "zigzag", "one way", **times)
+    ring = "zigzag", "one way"
+    return Suggestion(mesh, memory * GIB, fits, *ring, "attention", 1.5, **times)
 
 
 def test_a_suggestion_says_whether_it_fits_how_fast_and_with_which_flags():
@@ -249,6 +250,9 @@ def test_a_suggestion_says_whether_it_fits_how_fast_and_with_which_flags():
     )
     own = answer([suggested(True, 11.64, ring=64)], chip, config)
     assert own.endswith("run with the config's own mesh")
+    config.remat = "auto"
+    chosen = answer([best], chip, config)
+    assert chosen.endswith(" where remat=auto is attention and 1.5 GiB more")
     # Those that are too large are ranked by time.
     large = [suggested(False, 50, ring=64), suggested(False, 20, ring=32, fsdp=2)]
     refused = answer(large, chip, config)

@@ -3,8 +3,7 @@
 Of the meshes over which the model and the rows divide, first those in which the step
 should fit, then those that take the least time.
 
-- It fits if parameters, optimizer, what layers save (`memory`) and a workspace by
-  `workspace_bytes` leave SPARE_SHARE of the chip.
+- It fits if `tasks.memory_choice.estimated_bytes` leaves SPARE_SHARE of the chip.
 - What a ring's transfers outlast the kernels beside them is waited for (`clock`).
 - Exposed are the gathers of parameters and the scattering of their gradients over
   (fsdp, ring, ulysses), the sums over data and tensor, and all-to-alls over ulysses.
@@ -18,7 +17,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ml_collections
@@ -28,19 +27,13 @@ from kernels.cost.choice import Choice
 from kernels.cost.clock import RingCost
 from kernels.devices.chips import Chip
 from tasks.layout_choice import name_of, ring_passes, state_times, typical_rows
+from tasks.memory_choice import estimated_bytes, settled
 from tasks.run import Run
-from tasks.state import abstract_frozen
 from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.estimate import bytes_per_second
-from tools.lib.planning.step import SPARE_SHARE, device_bytes, saved_bytes
+from tools.lib.planning.step import SPARE_SHARE
 from training.sharding.mesh import MESH_AXES, MeshShape, Partition
-
-LAYER_ARRAYS = 6
-"""float32 arrays of the size of the queries: the most in compiled steps on TPUs."""
-
-RING_ARRAYS = 7
-"""More of them, which hold one head group at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Suggestion:
     """A mesh, and its figures.
 
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
-    layout, route: of the rings.
+    layout, route: of the rings. remat, remat_budget_gib: as of the config, or chosen.
     attention, ring_waits, other_waits: seconds of the kernels of a step (of Gated
       DeltaNet, the products), and of small instructions beside them, of ring transfers
       that outlast them, and of other exposed communication.
@@ -60,6 +53,8 @@ class Suggestion:
     fits: bool
     layout: str
     route: str
+    remat: str
+    remat_budget_gib: float
     attention: float
     ring_waits: float
     other_waits: float
@@ -101,6 +96,8 @@ def suggestions(
         # have the same rings, whose layout is chosen once.
         alike = (sizes[0] * sizes[1], *sizes[2:])
         run = alone.counted_on(_partition(config, chip, sizes), choices.get(alike))
+        run.check_batch()  # before anything is counted
+        run = settled(replace(run, config=config))
         estimated = suggestion(run)
         choices[alike] = run.choice
         return estimated
@@ -133,11 +130,7 @@ def suggestion(run: Run) -> Suggestion:
         raise ValueError(f"{config.attention=} has no ring of {partition.ring_size}")
     if config.model.num_heads % (partition.mesh.shape["tensor"] * partition.slices):
         raise ValueError(f"{config.model.num_heads=} do not divide over {partition}")
-    run.check_batch()  # before a model is built
-    held = run.state_like, abstract_frozen(run.model, partition)
-    memory = device_bytes(held) + workspace_bytes(run)
-    if config.remat != "offload":
-        memory += saved_bytes(run)
+    memory = estimated_bytes(run)
     passes = ring_passes(run, chip)
     of_states, states_wait = state_times(run, chip)
     ring = passes[0].ring
@@ -149,29 +142,14 @@ def suggestion(run: Run) -> Suggestion:
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         layout=name_of(run.layout),
         route="; ".join(dict.fromkeys(x.ring.describe() for x in passes)),
+        remat=config.remat,
+        remat_budget_gib=config.remat_budget_gib,
         attention=of_states
         + sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
         ring_waits=states_wait + sum(x.times * x.spent.outlasting for x in passes),
         other_waits=exposed_seconds(run, ring, chip),
         products=products / (partition.mesh.size * chip.peak_flops),
     )
-
-
-def workspace_bytes(run: Run) -> float:
-    """Estimates the memory of a step besides its state and saved activations.
-
-    The buffers of a ring's backward, one layer's parameters in the compute type and
-    their gradients in float32, and the same gradients of embedding and head.
-    """
-    model = run.sizes
-    tensor = run.partition.mesh.shape["tensor"]
-    queries = run.local_tokens * model.num_heads * model.head_dim * 4
-    tables = getattr(model, "vocab_size", 0) * model.hidden_size
-    tables *= 1 if run.config.model.tied_embeddings else 2
-    layer = (run.num_parameters - tables) / model.num_layers
-    state = (run.compute_dtype.itemsize + 4) * layer + 4 * tables
-    arrays = LAYER_ARRAYS + RING_ARRAYS / run.config.attention_parts
-    return (arrays * queries + state) / tensor
 
 
 def exposed_seconds(run: Run, ring: RingCost, chip: Chip) -> float:

@@ -14,11 +14,11 @@ import ml_collections
 from kernels.backends import IMPLEMENTATIONS, choose
 from tasks import task
 from tasks.layout_choice import typical_rows
+from tasks.memory_choice import device_bytes, saved_bytes
 from tasks.run import Run
 from tasks.state import abstract_frozen
 from tools.lib.compiled.pods import Pod, compile_to_fit
 from training.reports.metrics import StepWork
-from training.sharding.mesh import HOST_MEMORY
 
 SPARE_SHARE = 0.05
 """Share of a chip's memory that a plan should leave free for the runtime."""
@@ -177,20 +177,6 @@ def peak_bytes(stats: Any) -> int:
         - stats.alias_size_in_bytes
         + stats.temp_size_in_bytes
     )
-
-
-def device_bytes(tree: Any) -> int:
-    """Returns the bytes that a tree of shapes with shardings takes of a device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-        if leaf.sharding.memory_kind != HOST_MEMORY
-    )
-
-
-def saved_bytes(run: Run) -> int:
-    """Returns the bytes of activations that a device saves for the backward."""
-    return run.kept.of(run.execution)
 
 
 def precision(context: int, unit: int) -> int:

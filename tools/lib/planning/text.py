@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import ml_collections
 
 from kernels.devices.chips import Chip
+from tasks.systems import AUTO
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
 from tools.lib.planning.estimate import PARTS, Estimate, bytes_per_second
@@ -184,6 +185,10 @@ def answer(
             "--config.remat=nothing or offload, more --config.attention_parts, more "
             "devices or a shorter --context"
         )
+    if config.remat == AUTO:
+        flags += f", where remat=auto is {best.remat}"
+        if best.remat_budget_gib:
+            flags += f" and {best.remat_budget_gib} GiB more"
     tokens = config.data.batch_rows * config.data.context_tokens / best.seconds
     return (
         f"fits: {memory}; at least {seconds(best.seconds)} a step, at most "
