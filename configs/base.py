@@ -147,12 +147,12 @@ FIELDS = dict(
     # Type of activations and matrix products: "bfloat16" or "float32". Parameters
     # that are trained, and what updates them: see optimizer.
     compute_dtype="bfloat16",
-    # Results of a layer that are kept for the backward: everything, products,
+    # Results of a layer that are kept for the backward: everything, gathered, products,
     # attention, nothing, offload (see models/memory.py); or auto: as much as the memory
-    # has room for, by estimate (see docs/training.md).
+    # has room for, by estimate (see docs/planning.md).
     remat="attention",
     # Further GiB of a device for kept results: from the last layer on, as many layers
-    # as fit keep what the next policy keeps (nothing, attention, products).
+    # as fit keep what the next policy keeps (nothing, attention, products, gathered).
     # tools/plan_pod.py says how much memory is left.
     remat_budget_gib=0.0,
     # Gather parameters, and scatter gradients, beside products: on v5p, v6e and later

@@ -160,6 +160,7 @@ def get_config(name: str = "llama3_8b/v5p") -> ConfigDict:
     config = base.changed(
         workdir=f"runs/{name}",
         attention="auto",
+        remat="attention" if place in _HOSTS else "auto",
         model=fields_of(model),
         rope_scaling=MODELS[model][2],
         data=dict(context_tokens=context * 1024, batch_rows=1),

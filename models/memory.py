@@ -71,6 +71,11 @@ REMAT_POLICIES: dict[str, Callable | None] = {
         _POLICIES.dots_with_no_batch_dims_saveable,
         _POLICIES.save_only_these_names(*_RESULT),
     ),
+    # Also the parameters as they were gathered, which are not gathered again.
+    "gathered": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable,
+        _POLICIES.save_only_these_names(*_RESULT, "whole_parameter"),
+    ),
     # As nothing, but the layer's input is in the host's memory.
     "offload": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -81,8 +86,22 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 """Policies of `jax.checkpoint`; None for no rematerialisation."""
 
-NEXT = {"nothing": "attention", "attention": "products"}
+NEXT = {"nothing": "attention", "attention": "products", "products": "gathered"}
 """Policies that keep more: a budget of memory climbs them."""
+
+KEEP_PRODUCTS = "products", "gathered", "everything"
+"""Policies that keep gate and up, if these are not made in chunks."""
+
+KEEP_GATHERED = "gathered", "everything"
+"""Policies with which a layer's parameters are gathered once."""
+
+GATHERED_UP_TO = 2048
+"""Tokens of a device up to which a budget keeps parameters gathered.
+
+With 1 Ki on v5p gathers outlast the products beside them, and to keep them is faster;
+with 4 Ki they are hidden, and copies of what is kept take longer
+(results/2026-11-29-spare-memory.md).
+"""
 
 RERUN = "nothing", "offload"
 """Policies with which a layer's backward runs its ring again."""
@@ -174,6 +193,7 @@ class Kept:
     tensor: devices that share heads and feed-forward. itemsize: bytes of a number.
     feed_forward_chunk: tokens in layers that keep products; 0 for all of them at once.
       Of several chunks nothing is kept.
+    gathered: bytes of a layer's matrices, whole; 0 where they are not gathered.
     """
 
     sizes: DecoderConfig
@@ -181,33 +201,44 @@ class Kept:
     tensor: int
     itemsize: int
     feed_forward_chunk: int = 0
+    gathered: int = 0
 
     def of_layer(self, policy: str) -> int:
         """Returns the bytes that a layer keeps, by what `REMAT_POLICIES` says.
 
-        Every policy keeps the layer's input; "everything" is counted as "products".
+        Every policy keeps the layer's input; "everything" is counted as "gathered".
         """
         sizes, tensor = self.sizes, self.tensor
         heads = sizes.num_heads // tensor
         heads_kept = 0 if policy in RERUN else heads
         kept = sizes.hidden_size + heads_kept * sizes.head_dim
-        if policy in ("products", "everything"):
+        if policy in KEEP_PRODUCTS:
             kept += (heads + 2 * sizes.num_kv_heads // tensor) * sizes.head_dim
             kept += sizes.hidden_size  # the attention's projection
             if not 0 < self.feed_forward_chunk < self.tokens:
                 kept += 2 * sizes.feed_forward_size // tensor  # gate and up
                 # Down's, where a norm after it needs it in the backward.
                 kept += sizes.hidden_size * (sizes.norms != "before")
-        return self.tokens * (kept * self.itemsize + heads_kept * 4)
+        gathered = self.gathered * (policy in KEEP_GATHERED)
+        return gathered + self.tokens * (kept * self.itemsize + heads_kept * 4)
 
     def of(self, execution: Execution) -> int:
         """Returns the bytes that all layers keep."""
         runs = execution.runs(self.sizes.num_layers)
         return sum(layers * self.of_layer(run.remat) for run, layers in runs)
 
+    def ladder(self, policy: str) -> list[str]:
+        """Returns this policy and those after it that keep more, and are worth it."""
+        policies = [policy]
+        while policy := NEXT.get(policy, ""):
+            has_few = self.gathered > 0 and self.tokens <= GATHERED_UP_TO
+            if policy != "gathered" or has_few:
+                policies.append(policy)
+        return policies
+
     def rungs(self, policy: str) -> list[int]:
         """Returns by how many bytes a layer keeps more with each next policy."""
-        kept = [self.of_layer(p) for p in _from(policy)]
+        kept = [self.of_layer(p) for p in self.ladder(policy)]
         return [more - less for less, more in pairwise(kept)]
 
     def climb(self, policy: str, budget: float) -> list[tuple[str, int]]:
@@ -217,7 +248,7 @@ class Kept:
         does, while all that they keep more is within the budget of bytes.
         """
         layers = self.sizes.num_layers
-        policies = _from(policy)
+        policies = self.ladder(policy)
         rungs = zip(pairwise(policies), self.rungs(policy), strict=True)
         for (less, more), size in rungs:
             if budget < layers * size:
@@ -227,11 +258,6 @@ class Kept:
                 return [(less, layers - last), (more, last)]
             budget -= layers * size
         return [(policies[-1], layers)]
-
-
-def _from(policy: str) -> tuple[str, ...]:
-    """Returns this policy and those that come after it."""
-    return (policy, *_from(NEXT[policy])) if policy in NEXT else (policy,)
 
 
 MEMORY_SHARE = 1 / 16

@@ -17,27 +17,31 @@ from tasks.state import abstract_frozen
 from tasks.systems import AUTO, DEFAULT_REMAT
 from training.sharding.mesh import HOST_MEMORY
 
-MARGIN = 0.1
-"""Share of a device's memory that is left, by estimate.
+SPARE_SHARE = 0.05
+"""Share of a chip's memory that a step should leave free for the runtime."""
 
-5 % are for the runtime, and 5 % as compiled steps took up to 3.6 % of the memory more
-than estimated (results/2026-11-29-spare-memory.md)."""
+MARGIN = 0.15
+"""Share of it that stays free, by estimate, where layers keep more than by default.
+
+Compiled steps took up to 9 % of the memory more than estimated
+(results/2026-11-29-spare-memory.md)."""
 
 LEAST = "nothing"
-"""What layers keep where no memory is left."""
+"""What layers keep where there is no room for the default."""
 
 LAYER_ARRAYS = 6
-"""float32 arrays of the size of the queries: the most in compiled steps on TPUs."""
+"""float32 arrays of the hidden states' size: the most in compiled steps on TPUs."""
 
 RING_ARRAYS = 7
-"""More of them, which hold one head group at a time."""
+"""And of that of the queries of one head group."""
 
 
 def settled(run: Run, before: ConfigDict | None = None) -> Run:
     """Returns a run with `remat` and `remat_budget_gib` in the place of remat=auto.
 
-    From the last layer on, layers keep as much as fits. Where the memory of the run's
-    devices is unknown, they keep what they do by default.
+    From the last layer on, layers keep more than by default while MARGIN is left. Where
+    the default itself does not fit they begin with less, and where the memory of the
+    run's devices is unknown they keep the default.
 
     before: the config of the run's last start, which goes on as it is if it fits.
     """
@@ -50,9 +54,13 @@ def settled(run: Run, before: ConfigDict | None = None) -> Run:
             return same
     if chip is None:
         return keeping(run, DEFAULT_REMAT)
-    least = keeping(run, LEAST)
+    least = keeping(run, DEFAULT_REMAT)
+    if estimated_bytes(least) > (1 - SPARE_SHARE) * chip.hbm_bytes:
+        least = keeping(run, LEAST)
     budget = (1 - MARGIN) * chip.hbm_bytes - estimated_bytes(least)
-    (policy, _), *last = least.kept.climb(LEAST, max(0.0, budget))
+    # What the layers of a loop's round keep is there twice in their backward.
+    budget /= 1 + len(run.sizes.period) / run.sizes.num_layers
+    (policy, _), *last = least.kept.climb(least.config.remat, max(0.0, budget))
     gib = 0.0
     for _, layers in last:
         # Rounded up: with less, a layer fewer would keep more.
@@ -72,19 +80,21 @@ def with_remat(config: ConfigDict, remat: str, gib: float) -> ConfigDict:
     return config
 
 
-def choice_line(run: Run) -> str:
-    """Returns a line on what a run's layers keep by remat=auto."""
-    config = run.config
-    kept = f"config.remat={config.remat}"
+def flags(config: ConfigDict) -> str:
+    """Returns the flags that name what a config's layers keep."""
+    text = f"--config.remat={config.remat}"
     if config.remat_budget_gib:
-        kept += f" and config.remat_budget_gib={config.remat_budget_gib}"
-    chip = chips.find(run.device_kind)
-    if chip is None:
-        return f"remat: auto is {kept}, as the memory of {run.device_kind} is not known"
-    return (
-        f"remat: auto is {kept}; {estimated_bytes(run) / 2**30:.3g} of "
-        f"{chip.hbm_bytes / 2**30:.3g} GiB by estimate"
-    )
+        text += f" --config.remat_budget_gib={config.remat_budget_gib}"
+    return text
+
+
+def choice_line(run: Run) -> str:
+    """Returns a line on what remat=auto is in a run."""
+    line = f"remat: auto is {flags(run.config)}"
+    if (chip := chips.find(run.device_kind)) is None:
+        return f"{line}, as the memory of {run.device_kind} is not known"
+    used = estimated_bytes(run) / 2**30
+    return f"{line}, {used:.3g} of {chip.hbm_bytes / 2**30:.3g} GiB by estimate"
 
 
 def estimated_bytes(run: Run) -> float:
@@ -113,15 +123,23 @@ def saved_bytes(run: Run) -> int:
 def workspace_bytes(run: Run) -> float:
     """Estimates the memory of a step besides its state and saved activations.
 
-    The buffers of a ring's backward, one layer's parameters in the compute type and
-    their gradients in float32, and the same gradients of embedding and head.
+    The gradients; and what is there at the fuller of two times. In the backward of a
+    loop's round, which has a layer of each kind, their parameters in the compute type
+    and their gradients in float32, whole, what they have saved, and the buffers of a
+    layer and its ring. In that of the loss the logits of a chunk and their gradients,
+    and the gradients of embedding and head.
     """
     model = run.sizes
     tensor = run.partition.mesh.shape["tensor"]
+    hidden = run.local_tokens * model.hidden_size * 4
     queries = run.local_tokens * model.num_heads * model.head_dim * 4
-    tables = getattr(model, "vocab_size", 0) * model.hidden_size
+    vocab = getattr(model, "vocab_size", 0)
+    tables = vocab * model.hidden_size
     tables *= 1 if run.config.model.tied_embeddings else 2
     layer = (run.num_parameters - tables) / model.num_layers
-    state = (run.compute_dtype.itemsize + 4) * layer + 4 * tables
-    arrays = LAYER_ARRAYS + RING_ARRAYS / run.config.attention_parts
-    return (arrays * queries + state) / tensor
+    state = (run.compute_dtype.itemsize + 4) * layer / tensor
+    in_round = len(model.period) * (state + saved_bytes(run) / model.num_layers)
+    ring = RING_ARRAYS / run.config.attention_parts * queries / tensor
+    of_layers = in_round + LAYER_ARRAYS * hidden + ring
+    of_loss = (4 * tables + 8 * vocab * run.execution.loss_chunk) / tensor
+    return device_bytes(run.state_like.params) + max(of_layers, of_loss)

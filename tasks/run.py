@@ -26,6 +26,7 @@ from kernels.devices.compiler import compiler_options
 from kernels.layouts import Layout, padded_length
 from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
+from models.flops import num_layer_matrices
 from models.memory import Execution, Kept
 from models.sizes import DecoderConfig
 from tasks.config_errors import names_fields
@@ -244,12 +245,19 @@ class Run[Sizes: DecoderConfig](abc.ABC):
     def kept(self) -> Kept:
         """Counts the activations that the layers of a device keep."""
         execution = check_execution(self.config)
+        sizes = self.sizes
+        partition = self.partition
+        itemsize = execution.compute_dtype.itemsize
+        tensor = partition.mesh.shape["tensor"]
+        gathered = num_layer_matrices(sizes) * itemsize // (sizes.num_layers * tensor)
+        shards = partition.shards(partition.mesh_axes("embed", sizes.hidden_size))
         return Kept(
-            sizes=self.config.model,
+            sizes=sizes,
             tokens=self.local_tokens,
-            tensor=self.partition.mesh.shape["tensor"],
-            itemsize=execution.compute_dtype.itemsize,
+            tensor=tensor,
+            itemsize=itemsize,
             feed_forward_chunk=execution.feed_forward_chunk,
+            gathered=gathered if shards > 1 else 0,
         )
 
     @functools.cached_property
@@ -257,7 +265,7 @@ class Run[Sizes: DecoderConfig](abc.ABC):
     def execution(self) -> Execution:
         """Settings of the model's speed and memory."""
         vocab_size = getattr(self.sizes, "vocab_size", 0)
-        device = device_of(self.partition.mesh)
+        device = device_of(self.device_kind)
         return chosen_execution(self.config, self.kept, device, vocab_size)
 
     @property

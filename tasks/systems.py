@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from data.document_mask import DocumentMask
@@ -17,7 +16,15 @@ from kernels import layouts, masks
 from kernels.devices import chips
 from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
-from models.memory import NEXT, REMAT_POLICIES, Device, Execution, Kept, choose_chunk
+from models.memory import (
+    KEEP_PRODUCTS,
+    NEXT,
+    REMAT_POLICIES,
+    Device,
+    Execution,
+    Kept,
+    choose_chunk,
+)
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
 from training.sharding.mesh import MeshShape, Partition, make_mesh
@@ -31,9 +38,6 @@ DEFAULT_REMAT = "attention"
 """The remat of a run for which none is chosen, though it is left open."""
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
-
-KEEP_PRODUCTS = "products", "everything"
-"""Policies that keep gate and up, if these are not made in chunks."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def check_execution(config: ConfigDict) -> Execution:
         attention_parts=config.attention_parts,
         loss_chunk=config.loss_chunk_tokens,
     )
-    if config.remat_budget_gib and config.remat not in (*NEXT, "products"):
+    if config.remat_budget_gib and config.remat not in NEXT:
         raise ValueError(
             f"{config.remat_budget_gib=} is for what layers keep beyond one of "
             f"{', '.join(NEXT)}, got {config.remat=}: set it to 0"
@@ -257,11 +261,9 @@ def chosen_execution(
     return run
 
 
-def device_of(mesh: Mesh | AbstractMesh) -> Device | None:
-    """Returns memory and rate of a mesh's devices; None where no chip is known."""
-    if not isinstance(mesh, Mesh):
-        return None
-    chip = chips.find(mesh.devices.flat[0].device_kind)
+def device_of(kind: str) -> Device | None:
+    """Returns memory and rate of a kind of device; None where no chip is known."""
+    chip = chips.find(kind)
     if chip is None:
         return None
     return Device(chip.hbm_bytes, chip.peak_flops / chip.hbm_bytes_per_second)

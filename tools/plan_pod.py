@@ -38,7 +38,7 @@ from data.row_trees import GROUP
 from kernels import layouts
 from tasks.command_line import CONFIG_FLAGS, Parser, as_program, at_least, read_config
 from tasks.layout_choice import row_lines, typical_rows
-from tasks.memory_choice import choice_line
+from tasks.memory_choice import SPARE_SHARE, choice_line
 from tasks.systems import AUTO
 from tasks.task import make_run
 from tools.lib.benchmarks.rows import check_output
@@ -47,7 +47,7 @@ from tools.lib.files import write_json
 from tools.lib.planning.meshes import count_parameters, suggestions
 from tools.lib.planning.phases import phase
 from tools.lib.planning.plan import Plan
-from tools.lib.planning.step import SPARE_SHARE, Step, check, longest_context, precision
+from tools.lib.planning.step import Step, check, longest_context, precision
 from tools.lib.planning.text import answer, describe, describe_meshes, size
 
 LEAST_STEP = 256

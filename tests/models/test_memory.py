@@ -72,6 +72,16 @@ def test_layers_climb_one_by_one_within_the_budget(policy, budget, found):
     assert KEPT.climb(policy, np.dot(budget, (RESULT, PRODUCTS, 1))) == found
 
 
+def test_parameters_are_kept_where_they_are_gathered():
+    sharded = dataclasses.replace(KEPT, gathered=1000)
+    kept = [sharded.of_layer(p) for p in ("products", "gathered", "everything")]
+    assert kept == [INPUT + RESULT + PRODUCTS + n for n in (0, 1000, 1000)]
+    found = sharded.climb("attention", 6 * PRODUCTS + 1999)
+    assert found == [("products", 5), ("gathered", 1)]
+    many = dataclasses.replace(sharded, tokens=2049)
+    assert many.ladder("nothing") == ["nothing", "attention", "products"]
+
+
 def run_with_budget(steps: int, **fields: Any) -> Run:
     """As many steps up the ladder."""
     chunks = dict.fromkeys(("feed_forward_chunk_tokens", "loss_chunk_tokens"), 0)
@@ -163,6 +173,23 @@ def test_policies_recompute_the_products_that_they_do_not_keep():
     assert products("attention") == kept + 6
     # Attention, and once more queries, keys and values.
     assert products("nothing") == kept + 6 + 2 + 3
+
+
+@pytest.mark.parametrize("permutes", [False, True])
+def test_kept_parameters_are_gathered_once(permutes):
+    def gathers(policy: str) -> int:
+        fields = {"remat": policy, "feed_forward_chunk_tokens": 0}
+        run = Run(MeshShape(ring=4), "striped", permutes=permutes, **fields)
+        return len(re.findall(r"stablehlo\.all_gather", run.lowered.as_text()))
+
+    # The layers are a loop; and embedding and head.
+    assert [gathers(p) for p in ("products", "gathered")] == [2 * 7 + 2, 7 + 2]
+
+
+@pytest.mark.thorough
+def test_kept_parameters_have_the_same_gradients():
+    run = run_with("gathered", MeshShape(fsdp=2, tensor=2))
+    assert_same(run.answer(), answer("everything"), 1e-5)
 
 
 def test_norms_after_do_not_compute_chunks_of_the_feed_forward_again():

@@ -8,13 +8,13 @@ from unittest import mock
 
 import pytest
 
+from tasks.memory_choice import SPARE_SHARE
 from tools.lib.compiled.pods import TooLarge, aot_pod
 from tools.lib.planning import phases
 from tools.lib.planning.estimate import Estimate
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
 from tools.lib.planning.step import (
-    SPARE_SHARE,
     TOLERANCE,
     Memory,
     Step,
@@ -234,8 +234,8 @@ def test_larger_agents_are_refused(system, trajectories):
 
 def suggested(fits: bool, memory: float, **mesh: int) -> Suggestion:
     times = {"attention": 2.0, "ring_waits": 0.0, "other_waits": 0.5, "products": 1.5}
-    ring = "zigzag", "one way"
-    return Suggestion(mesh, memory * GIB, fits, *ring, "attention", 1.5, **times)
+    names = {"layout": "zigzag", "route": "one way", "remat": "--config.remat=products"}
+    return Suggestion(mesh, memory * GIB, fits, **names, **times)
 
 
 def test_a_suggestion_says_whether_it_fits_how_fast_and_with_which_flags():
@@ -252,7 +252,7 @@ def test_a_suggestion_says_whether_it_fits_how_fast_and_with_which_flags():
     assert own.endswith("run with the config's own mesh")
     config.remat = "auto"
     chosen = answer([best], chip, config)
-    assert chosen.endswith(" where remat=auto is attention and 1.5 GiB more")
+    assert chosen.endswith(" where remat=auto is --config.remat=products")
     # Those that are too large are ranked by time.
     large = [suggested(False, 50, ring=64), suggested(False, 20, ring=32, fsdp=2)]
     refused = answer(large, chip, config)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from kernels.devices.torus import Groups
 
@@ -47,7 +48,7 @@ class Way:
             whole = lax.all_gather(
                 whole, name, axis=self.axis, axis_index_groups=groups, tiled=True
             )
-        return whole
+        return checkpoint_name(whole, "whole_parameter")
 
     def scatter(self, gradient: jax.Array, done: int = 0) -> jax.Array:
         """Sums a gradient over devices; returns this device's part.
@@ -69,7 +70,8 @@ def gather(shard: jax.Array, way: Way) -> jax.Array:
 
 
 gather.defvjp(
-    lambda shard, way: (gather(shard, way), None),
+    # The name inside: a remat policy does not see that of a call of `gather`.
+    lambda shard, way: (way.whole(shard).astype(shard.dtype), None),
     lambda way, _, gradient: (way.scatter(gradient),),
 )
 

@@ -26,13 +26,13 @@ from data.progress import progress
 from kernels.cost.choice import Choice
 from kernels.cost.clock import RingCost
 from kernels.devices.chips import Chip
+from models.memory import KEEP_GATHERED, KEEP_PRODUCTS
 from tasks.layout_choice import name_of, ring_passes, state_times, typical_rows
-from tasks.memory_choice import estimated_bytes, settled
+from tasks.memory_choice import SPARE_SHARE, estimated_bytes, flags, settled
 from tasks.run import Run
 from tasks.task import make_run
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.planning.estimate import bytes_per_second
-from tools.lib.planning.step import SPARE_SHARE
 from training.sharding.mesh import MESH_AXES, MeshShape, Partition
 
 
@@ -41,7 +41,7 @@ class Suggestion:
     """A mesh, and its figures.
 
     memory: estimated bytes on a device. fits: whether that leaves enough spare.
-    layout, route: of the rings. remat, remat_budget_gib: as of the config, or chosen.
+    layout, route: of the rings. remat: what layers keep, as flags.
     attention, ring_waits, other_waits: seconds of the kernels of a step (of Gated
       DeltaNet, the products), and of small instructions beside them, of ring transfers
       that outlast them, and of other exposed communication.
@@ -54,7 +54,6 @@ class Suggestion:
     layout: str
     route: str
     remat: str
-    remat_budget_gib: float
     attention: float
     ring_waits: float
     other_waits: float
@@ -142,8 +141,7 @@ def suggestion(run: Run) -> Suggestion:
         fits=memory <= (1 - SPARE_SHARE) * chip.hbm_bytes,
         layout=name_of(run.layout),
         route="; ".join(dict.fromkeys(x.ring.describe() for x in passes)),
-        remat=config.remat,
-        remat_budget_gib=config.remat_budget_gib,
+        remat=flags(config),
         attention=of_states
         + sum(x.times * (x.spent.kernels + x.spent.small) for x in passes),
         ring_waits=states_wait + sum(x.times * x.spent.outlasting for x in passes),
@@ -165,10 +163,11 @@ def exposed_seconds(run: Run, ring: RingCost, chip: Chip) -> float:
     shards = partition.shards("embed")
     tensor = shape["tensor"]
     parameters = run.num_parameters / tensor
-    # Gathered forward and backward; the gradients are float32.
-    sent = parameters * (shards - 1) / shards * (2 * itemsize + 4)
+    # Gathered forward and, if they are not kept, backward; gradients are float32.
+    gathers = 1 if config.remat in KEEP_GATHERED else 2
+    sent = parameters * (shards - 1) / shards * (gathers * itemsize + 4)
     sent += parameters / shards * 4 * _all_reduced(shape["data"])
-    again = 0 if config.remat in ("everything", "products") else 2
+    again = 0 if config.remat in KEEP_PRODUCTS else 2
     activations = run.local_tokens * model.hidden_size * itemsize
     sent += model.num_layers * (4 + again) * activations * _all_reduced(tensor)
     # q, out, k and v forward, again, and their gradients.

@@ -20,9 +20,6 @@ from tasks.state import abstract_frozen
 from tools.lib.compiled.pods import Pod, compile_to_fit
 from training.reports.metrics import StepWork
 
-SPARE_SHARE = 0.05
-"""Share of a chip's memory that a plan should leave free for the runtime."""
-
 TOLERANCE = 1 / 64
 """Relative precision of the largest size that is found."""
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 import ml_collections
 
 from kernels.devices.chips import Chip
+from tasks.memory_choice import SPARE_SHARE
 from tasks.systems import AUTO
 from tools.lib.compiled.hlo import TRANSFER
 from tools.lib.compiled.pods import chip_of
 from tools.lib.planning.estimate import PARTS, Estimate, bytes_per_second
 from tools.lib.planning.meshes import Suggestion
 from tools.lib.planning.plan import Kind, Plan
-from tools.lib.planning.step import SPARE_SHARE
 from training.sharding.mesh import MESH_AXES
 
 RING_NAME = f"{TRANSFER} (ring)"
@@ -187,8 +187,6 @@ def answer(
         )
     if config.remat == AUTO:
         flags += f", where remat=auto is {best.remat}"
-        if best.remat_budget_gib:
-            flags += f" and {best.remat_budget_gib} GiB more"
     tokens = config.data.batch_rows * config.data.context_tokens / best.seconds
     return (
         f"fits: {memory}; at least {seconds(best.seconds)} a step, at most "
