@@ -72,11 +72,11 @@ def test_a_run_keeps_its_first_choice_and_has_the_loss_of_a_named_one(corpus, tm
     with memory(1):
         loss = run.train()["loss"]
     assert loss == pytest.approx(named.train()["loss"], rel=1e-6)
-    assert run_config.read(str(run.workdir)).remat == "products"
-    for gib, remat in ((None, "products"), (0.1, "products"), (1e-4, "nothing")):
+    assert run_config.read(str(run.workdir)).remat == "gathered"
+    for gib, remat in ((None, "gathered"), (0.1, "gathered"), (1e-4, "nothing")):
         run.said.clear()
         with memory(gib):
             run.train()
         assert any(f"auto is --config.remat={remat}" in line for line in run.said)
-        is_changed = "changed since step 2: remat: products -> nothing" in run.said
+        is_changed = "changed since step 2: remat: gathered -> nothing" in run.said
         assert is_changed == (remat == "nothing")
