@@ -58,6 +58,15 @@ _POLICIES = jax.checkpoint_policies
 
 _RESULT = "attention_out", "attention_lse"
 
+
+def _keep_products(*names: str) -> Callable:
+    """Returns the policy that keeps products with parameters, and what has a name."""
+    return _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable,
+        _POLICIES.save_only_these_names(*names),
+    )
+
+
 REMAT_POLICIES: dict[str, Callable | None] = {
     # Everything: the fastest, where memory suffices.
     "everything": None,
@@ -67,15 +76,9 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     # Also the attention's result: the ring runs once.
     "attention": _POLICIES.save_only_these_names(*_RESULT),
     # Also products with parameters, but for those of a feed-forward in chunks.
-    "products": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable,
-        _POLICIES.save_only_these_names(*_RESULT),
-    ),
+    "products": _keep_products(*_RESULT),
     # Also the parameters as they were gathered, which are not gathered again.
-    "gathered": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable,
-        _POLICIES.save_only_these_names(*_RESULT, "whole_parameter"),
-    ),
+    "gathered": _keep_products(*_RESULT, "whole_parameter"),
     # As nothing, but the layer's input is in the host's memory.
     "offload": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -16,21 +16,13 @@ from tests.small.runs import Run
 from tools.plan_pod import read_config
 from training.sharding.mesh import MeshShape, Partition
 
-EIGHT = {
-    "num_layers": 32,
-    "feed_forward_size": 14336,
-    "num_kv_heads": 8,
-    "vocab_size": 128_256,
-}
-
 
 def run_of(kind, fsdp, ring, tokens, **fields):
     """8B, a row of as many tokens for each of fsdp."""
+    fields = {"remat": "auto", "attention": "striped"} | fields
     fields |= {"data.context_tokens": tokens, "data.batch_rows": fsdp}
-    fields = {"remat": "auto", "attention": "striped", "attention_parts": 1} | fields
-    fields |= {f"model.{name}": value for name, value in EIGHT.items()}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    config = read_config(["--config=configs/models.py:7b/v4", *flags])
+    config = read_config(["--config=configs/models.py:llama3_8b/v5p", *flags])
     mesh = MeshShape(fsdp=fsdp, ring=ring).abstract_mesh(kind)
     return make_run(config, Partition(mesh))
 
