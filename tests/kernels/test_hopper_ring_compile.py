@@ -62,8 +62,9 @@ def test_a_step_of_a_ring_in_a_loop_runs_few_instructions_beside_its_kernels():
     mesh = described_mesh(32)
     gradient, inputs = layers_gradient(mesh, BACKEND, LENGTH)
     text = compile_without_bodies(mesh, gradient, *inputs).as_text()
-    # At 82d0029 each step of the backward found its live tiles: 12 of them.
-    assert 4 <= small_instructions(text, 32) <= 7
+    # At 82d0029 each step of the backward found its live tiles: 12 of them. At 930fe32e
+    # forward steps had tables of them: 4 or more.
+    assert 2 <= small_instructions(text, 32) < 4
 
 
 def compiled_transfers(gpu_transfers: str) -> tuple[list[str], list[str], str]:

@@ -72,7 +72,7 @@ def _kernel(
 ) -> None:
     """Computes one query tile of one head."""
     operands, dq_ref = inputs
-    program = Program.of(operands.live)
+    program = Program.of(operands, config.block_k)
     begin, end = program.begin, program.end
 
     def consume(wg: jax.Array) -> None:
@@ -210,7 +210,8 @@ class DqConsumer(NamedTuple):
                 bounds = (load(ref, WGMMA_ROW) for ref in refs)  # [64] each
                 return mask(x, j * block_k, 1, bounds, fill)
 
-            is_full = (queries.full[0] <= j) & (j < queries.full[1])
+            full = queries.full_tiles(block_k)
+            is_full = (full[0] <= j) & (j < full[1])
             return lax.cond(is_full, lambda x: x, of_partial, x)
 
         return probabilities(self.config, s, broadcast_cols(lse, block_k), masked)

@@ -89,7 +89,7 @@ def _kernel(
     smem: QuerySmem,
 ) -> None:
     """Computes one query tile of one head."""
-    program = Program.of(operands.live)
+    program = Program.of(operands, config.block_k)
     begin, end = program.begin, program.end
 
     def consume(wg: jax.Array) -> None:
@@ -184,7 +184,7 @@ class ForwardConsumer(NamedTuple):
         k_start = load(queries.k_start, WGMMA_ROW)  # [64]
         k_end = load(queries.k_end, WGMMA_ROW)  # [64]
         bounds = k_start, k_end
-        full = queries.full[0], queries.full[1]
+        full = queries.full_tiles(block_k)
         m = constant((ROWS,), M_INIT, WGMMA_ROW)  # [64]
         l = constant((ROWS,), 0.0, WGMMA_ROW)  # [64]
 

@@ -1,7 +1,8 @@
 """Launches the Hopper (H100, H200) kernels as steps of a ring: see `backends.steps`.
 
-Pads queries to whole tiles and counts in XLA which tiles are live (see `tile_ranges`),
-once a ring, and runs the kernels of `forward`, `backward` and `backward_dq`.
+Pads queries to whole tiles and counts in XLA which tiles are live for `backward` (see
+`tile_ranges`), once a ring, and runs the kernels of `forward`, `backward` and
+`backward_dq`.
 
 An exponent is one fused multiply-add of a score, the scale and the maximum, so it is
 off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 overflow.
@@ -19,7 +20,7 @@ from ...masks import Visible
 from ...merge import Partial, added
 from ...precision import LOG2_E, Scores, exponent_factors, forward_factors
 from ..steps import Kernels, Rows
-from ..tile_ranges import TileRanges, key_ranges, query_ranges
+from ..tile_ranges import TileRanges, query_ranges
 from . import backward as backward_kernel
 from . import backward_dq as dq_kernel
 from . import forward as forward_kernel
@@ -47,21 +48,11 @@ BACKWARD = {64: 128, 128: 64, 256: 64}
 """Queries of a tile of `backward`."""
 
 
-QueryBounds = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""live, full, k_start and k_end of `QueryOperands`."""
+QueryBounds = tuple[jax.Array, jax.Array]
+"""k_start and k_end of `QueryOperands`."""
 
 KeyBounds = tuple[jax.Array, jax.Array, jax.Array]
 """live, full and bounds of `KeyOperands`."""
-
-
-def _of_query_tiles(k_start: jax.Array, k_end: jax.Array, block_k: int) -> QueryBounds:
-    """Finds the live key tiles of query tiles. k_start, k_end: (M, L)."""
-    k_start = _padded_bound(k_start)  # (M, T)
-    k_end = _padded_bound(k_end)  # (M, T)
-    live = key_ranges(k_start, k_end, BLOCK_Q, block_k)
-    # Of a consumer's half of the tile, of which more key tiles are full.
-    full = key_ranges(k_start, k_end, ROWS, block_k)
-    return _live_pairs(live), _full_pairs(full), k_start, k_end
 
 
 def _of_key_tiles(
@@ -89,8 +80,8 @@ class HopperForwardSteps:
     q: jax.Array
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> QueryBounds:
-        """Finds the live tiles of query tiles."""
-        return _of_query_tiles(k_start, k_end, self.config.block_k)
+        """Pads bounds to whole tiles, of which the kernel finds the live ones."""
+        return _padded_bound(k_start), _padded_bound(k_end)
 
     def begin(self, partial: Partial) -> Partial:
         """Pads a partial result to whole tiles."""
@@ -107,7 +98,8 @@ class HopperForwardSteps:
         # and has a mask.
         k = _padded(k, block_k, d)  # (B, S, K, d)
         v = _padded(v, block_k, d)  # (B, S, K, d)
-        operands = QueryOperands(*prepared, (), self.q, (), k, v, carry or ())
+        k_start, k_end = prepared
+        operands = QueryOperands(k_start, k_end, (), self.q, (), k, v, carry or ())
         return forward_kernel.forward_call(self.config, operands, self.interpret)
 
     def finish(self, carry: Partial) -> Partial:
@@ -145,12 +137,11 @@ class HopperBackwardSteps:
     def prepare(
         self, k_start: jax.Array, k_end: jax.Array
     ) -> tuple[KeyBounds, QueryBounds | None]:
-        """Finds the live tiles of key tiles, and of query tiles for another kernel."""
+        """Finds the live tiles of key tiles, and pads bounds for another kernel."""
         of_keys = _of_key_tiles(k_start, k_end, self.key_config, self.keys)
         if self.query_config is None:
             return of_keys, None
-        block_k = self.query_config.block_k
-        return of_keys, _of_query_tiles(k_start, k_end, block_k)
+        return of_keys, (_padded_bound(k_start), _padded_bound(k_end))
 
     def begin(self, dq: jax.Array) -> jax.Array:
         """Pads dq to whole tiles."""

@@ -36,17 +36,13 @@ class QueryConfig(NamedTuple):
 class QueryOperands(NamedTuple):
     """Arrays that a kernel reads, in GMEM. T and S are whole tiles.
 
-    live: int32 (M, T / 128, 2), half-open range of key tiles that are not empty.
-    full: int32 (M, T / 64, 2), those that need no mask; M is B or 1.
-    k_start, k_end: int32 (M, T), visible keys of each query.
+    k_start, k_end: int32 (M, T), visible keys of each query; M is B or 1.
     lse_delta: of the backward, float32 (B, H, T) each: lse for exponents of 2, delta.
     q: (B, T, H, D). do: the same, of the backward. k, v: (B, S, K, D).
     carry: of the forward, out (B, T, H, D) and natural-log lse (B, H, T) over other
       keys, if any.
     """
 
-    live: jax.Array
-    full: jax.Array
     k_start: jax.Array
     k_end: jax.Array
     lse_delta: tuple[jax.Array, ...]
@@ -115,27 +111,29 @@ class Program(NamedTuple):
     end: jax.Array
 
     @classmethod
-    def of(cls, live: jax.Ref) -> "Program":
-        """Returns that of this thread block."""
+    def of(cls, operands: QueryOperands, block_k: int) -> "Program":
+        """Returns that of this thread block. block_k: keys of a tile."""
         batch = lax.axis_index("batch")
         head = lax.axis_index("head")
         # Under a causal mask the last tiles have most live keys: they come first.
-        q_tile = live.shape[1] - 1 - lax.axis_index("tile")
+        q_tile = operands.q.shape[1] // BLOCK_Q - 1 - lax.axis_index("tile")
         # A batch that shares its bounds has one row of them.
-        bound_row = batch if live.shape[0] > 1 else 0
-        begin = live[bound_row, q_tile, 0]
-        end = live[bound_row, q_tile, 1]
-        return cls(batch, head, q_tile, bound_row, begin, end)
+        bound_row = batch if operands.k_start.shape[0] > 1 else 0
+        # Bounds do not decrease: the first row's first key is that of all rows.
+        first_row = q_tile * BLOCK_Q
+        first_key = operands.k_start[bound_row, first_row]
+        end_key = operands.k_end[bound_row, first_row + BLOCK_Q - 1]
+        begin = lax.div(first_key, jnp.int32(block_k))
+        end = lax.div(end_key + block_k - 1, jnp.int32(block_k))
+        return cls(batch, head, q_tile, bound_row, begin, jnp.maximum(begin, end))
 
     def queries(self, operands: QueryOperands, wg: jax.Array) -> "Queries":
         """Returns those of a consumer."""
-        rows_64 = self.q_tile * CONSUMERS + wg  # which 64 queries of the sequence
-        rows = pl.ds(rows_64 * ROWS, ROWS)
+        rows = pl.ds((self.q_tile * CONSUMERS + wg) * ROWS, ROWS)
         return Queries(
             rows=rows,
             k_start=operands.k_start.at[self.bound_row, rows],
             k_end=operands.k_end.at[self.bound_row, rows],
-            full=operands.full.at[self.bound_row, rows_64],
         )
 
     def source(self, operands: QueryOperands) -> QueryOperands:
@@ -190,13 +188,13 @@ class KeyCopies(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """64 queries of a consumer.
-
-    rows: of the sequence.
-    full: half-open range of key tiles that need no mask.
-    """
+    """64 queries of a consumer. rows: of the sequence."""
 
     rows: pl.Slice
     k_start: jax.Ref  # [64]
     k_end: jax.Ref  # [64]
-    full: jax.Ref  # [2]
+
+    def full_tiles(self, block_k: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the half-open range of key tiles that need no mask."""
+        begin = lax.div(self.k_start[ROWS - 1] + block_k - 1, jnp.int32(block_k))
+        return begin, lax.div(self.k_end[0], jnp.int32(block_k))
