@@ -4,6 +4,9 @@ A backend has `forward` and `backward`, as `reference` documents them, and these
 called in each ring step (`PlainForward`, `PlainBackward`). One that keeps operands in a
 form of its own also has `forward_steps` and `backward_steps`: then what depends on
 queries and bounds alone is laid out once a ring, before its loop.
+
+Sums are float32 between steps. Where one kernel computes all it may write results: so
+a pass sets `out_type` of forward steps that have it, and `dk_scale` of backward ones.
 """
 
 from abc import ABC, abstractmethod
@@ -274,6 +277,12 @@ def backward_steps(
     if make:
         return make(rows, k, _of_one(visible), scores)
     return PlainBackward(backend, rows, scores)
+
+
+def rounded(gradient: jax.Array, factor: float, dtype: jnp.dtype) -> jax.Array:
+    """Returns a gradient's sum, times a factor, in a type; in 16 bits it has both."""
+    is_sum = gradient.dtype == accumulator_type(dtype)
+    return (factor * gradient).astype(dtype) if is_sum else gradient
 
 
 def _of_one(visible: Visible) -> Visible:

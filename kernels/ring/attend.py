@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..backends.steps import Rows
+from ..backends.steps import Rows, rounded
 from ..masks import Visible
 from ..merge import merge
 from ..precision import product
@@ -69,7 +69,8 @@ def _attend_forward(ring, q, k, v, sinks, k_start, k_end):
     q = to_shard(ring, q)
     visible = bounds_to_shard(ring, Visible(k_start, k_end))
     kv = ring.as_read(k), ring.as_read(v)  # D; on a TPU in whole lanes
-    out, lse = ForwardPass.prepare(ring, ring.as_read(q), kv, visible).run()
+    may_round = sinks is None  # else they are merged into out
+    out, lse = ForwardPass.prepare(ring, ring.as_read(q), kv, visible, may_round).run()
     if sinks is not None:
         # Here and not as the first step's carry, whose zeros would be written and read:
         # XLA fuses this with the cast below.
@@ -98,13 +99,14 @@ def _attend_backward(ring, residuals, cotangents):
     rows = Rows(ring.as_read(q), ring.as_read(do), lse, delta)
     kv = ring.as_read(k), ring.as_read(v)
     gradients = BackwardPass.prepare(ring, rows, kv, visible).run()
-    # Kernels leave the factor `scale` out of dq and dk.
-    dq = ring.scale * gradients.dq
-    dk = ring.scale * gradients.dk
+    # Kernels leave the factor `scale` out of the sums dq and dk.
+    dq = rounded(gradients.dq, ring.scale, q.dtype)
+    dk = rounded(gradients.dk, ring.scale, q.dtype)
+    dv = rounded(gradients.dv, 1.0, q.dtype)
     depth = q.shape[-1]
-    dq = dq[..., :depth].astype(q.dtype)  # (B, L, H, D), without the lanes' padding
-    dk = dk[..., :depth].astype(q.dtype)  # (B, L, K, D)
-    dv = gradients.dv[..., :depth].astype(q.dtype)
+    dq = dq[..., :depth]  # (B, L, H, D), without the lanes' padding
+    dk = dk[..., :depth]  # (B, L, K, D)
+    dv = dv[..., :depth]
     d_sinks = None
     if sinks is not None:
         # A key whose value is 0: dp = 0 in ds = p · (dp - delta).

@@ -59,7 +59,7 @@ from .routes import AllShards, backward_route
 class Gradients(NamedTuple):
     """dq (B, L, H, D), dk and dv (B, L, K, D) of a device's shard, in float32.
 
-    dq and dk are without the factor `scale`.
+    dq and dk are without the factor `scale`; with it where a kernel has `rounded` them.
     """
 
     dq: jax.Array
@@ -153,9 +153,10 @@ class BackwardPass:
         kernels = {}
         for number, (k, _) in chunks.own.items():
             group = groups[chunks.group(number)]
-            kernels[number] = backward_steps(
-                ring.backend, group, k, visible, ring.scores
-            )
+            kernel: Any = backward_steps(ring.backend, group, k, visible, ring.scores)
+            if chunks.has_one_kernel and hasattr(kernel, "dk_scale"):
+                kernel = replace(kernel, dk_scale=ring.scale)
+            kernels[number] = kernel
         order = StepOrder.of(chunks)
         tables = {
             number: chunks.table(number, kernel.prepare, defers=order.defers(number))

@@ -103,6 +103,11 @@ class Chunks:
         """Returns whether all chunks have the same number of slots."""
         return len({len(range(*chunk.slots)) for chunk in self.schedule.chunks}) == 1
 
+    @property
+    def has_one_kernel(self) -> bool:
+        """Returns whether one kernel computes all, so that nothing is added to it."""
+        return self.ring.size == 1 and len(self.visible.k_start) == 1
+
     def group(self, number: int) -> int:
         """Returns the number of a chunk's head group."""
         return self.schedule.heads.index(self[number].heads)

@@ -11,7 +11,7 @@ With two chunks, one each way round, a step sends both and then runs both kernel
 step 1 on k, v of 3 in the first chunk and k, v of 1 in the second one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -54,18 +54,21 @@ class ForwardPass:
 
     @classmethod
     def prepare(
-        cls, ring: Ring, q: jax.Array, kv: Pair, visible: Visible
+        cls, ring: Ring, q: jax.Array, kv: Pair, visible: Visible, may_round: bool
     ) -> "ForwardPass":
         """Computes everything that does not depend on the keys that arrive.
 
         q: (B, L, H, D). kv: own keys and values, (B, L, K, D). visible: (m, B or 1, L).
+        may_round: whether a kernel may round out to q's type: nothing is added to it.
         """
         chunks = Chunks(ring, kv, visible)
         queries = chunks.split_heads(q, axis=2)
         kernels: dict[int, ForwardSteps] = {}
         for number, (k, _) in chunks.own.items():
             group = queries[chunks.group(number)]
-            kernel = forward_steps(ring.backend, group, k, visible, ring.scores)
+            kernel: Any = forward_steps(ring.backend, group, k, visible, ring.scores)
+            if may_round and chunks.has_one_kernel and hasattr(kernel, "out_type"):
+                kernel = replace(kernel, out_type=q.dtype)
             # Chunks of different length are tiled differently, and so would be the
             # partial results that they pass to each other.
             kernels[number] = kernel if chunks.are_alike else CommonForward(kernel)

@@ -31,7 +31,7 @@ from tests.support.simulated_hopper import RACES
 from tests.support.simulated_tokamax import SIMULATED_TOKAMAX
 from tests.support.simulated_tpu import SIMULATED_TPU, V6E, on_chip, with_vmem
 from tests.support.simulated_triton import SIMULATED_GPU, SMALL_BLOCKS, interpreted_call
-from tests.support.steps import StepCase, truth
+from tests.support.steps import StepCase, compiled, run_rounding, truth
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
@@ -151,10 +151,8 @@ class Two(NamedTuple):
 class TestHopperDeterministic(TestHopper):
     implementation = "hopper_deterministic"
     # It differs in its backward only.
-    backend = Two(
-        blockwise.forward,
-        hopper.Launch(interpret=RACES, is_deterministic=True).backward,
-    )
+    launch = hopper.Launch(interpret=RACES, is_deterministic=True)
+    backend = Two(blockwise.forward, launch.backward)
     carry_tolerance = 1e-6
     cases = steps_of("deterministic")
     slow_cases = ("several rows",)
@@ -192,6 +190,37 @@ class TestTokamax(BackendSuite):
     test_masked_keys_and_rows_that_see_nothing_are_never_computed = None
     test_nan_in_a_key_shows_in_every_row_that_sees_it_and_in_no_other = None
     test_nan_in_a_gradient_of_out_shows_in_what_its_row_sees_and_nowhere_else = None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "suite, name",
+    [
+        (TestTpu, "bfloat16"),
+        (TestWideTpu, "bfloat16"),
+        (TestHopper, "far more keys"),
+        (TestHopper, "far more queries"),
+        (TestHopperDeterministic, "far more queries"),
+    ],
+)
+def test_kernels_round_to_what_their_sums_are_rounded_to(suite, name, rng, capfd):
+    """But for the last bit, with the scale, and in tiles that see nothing."""
+    case, dtype = suite.cases[name]
+    step = case.draw(rng, dtype)
+    sees = np.arange(case.queries) >= case.queries // 2
+    step = step._replace(k_start=step.k_start * sees, k_end=step.k_end * sees)
+    run = compiled(
+        getattr(suite, "launch", suite.backend),
+        case.scale,
+        None,
+        case.soft_cap,
+        run_rounding,
+    )
+    sums, results = run(step.astype(dtype))
+    for want, got in zip(sums, results, strict=True):
+        got, want = np.float32(got), np.float32(want)
+        np.testing.assert_allclose(got, want, jnp.finfo(dtype).eps, 1e-7)
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 SIZES = {"BlockSizes": BlockSizes, "TPU": TPU_FORWARD["v5e"]}

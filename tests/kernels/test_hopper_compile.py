@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from kernels.attention import attention
 from kernels.backends.hopper import shared
 from kernels.backends.hopper.forward import ForwardConsumer
 from kernels.backends.hopper.launch import (
@@ -205,6 +206,19 @@ def test_what_mosaic_prints_otherwise_is_refused():
     with pytest.raises(ValueError, match="1 kernels, but registers of 0"):
         read_kernels(printed)
     assert read_kernels("") == []
+
+
+@pytest.mark.thorough
+def test_on_one_device_nothing_but_dq_is_rounded_behind_the_kernels():
+    def both(q, k, v, do):
+        out, pull = jax.vjp(
+            functools.partial(attention, implementation="hopper"), q, k, v
+        )
+        return out, *pull(do)
+
+    q, k = (jax.ShapeDtypeStruct((1, 1024, n, 128), jnp.bfloat16) for n in (4, 2))
+    text = inspect(jax.jit(both), q, k, k, q).program.as_text()
+    assert re.findall(r"= \(?bf16\[([\d,]*)\]\S* fusion\(", text) == ["1,1024,4,128"]
 
 
 @pytest.mark.thorough

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,11 @@ import numpy as np
 from numpy.random import Generator
 
 from kernels.backends import Backend, reference
+from kernels.backends.steps import Rows, backward_steps, forward_steps, rounded
 from kernels.backends.tile_layout import BlockSizes
+from kernels.masks import Visible
 from kernels.merge import Partial
-from kernels.precision import accumulator_type
+from kernels.precision import Scores, accumulator_type
 from tests.cases.attention import BFLOAT16_RATIO, FLOAT32_TOLERANCE, QUICK, Answer
 
 Arrays = tuple[jax.Array, ...]
@@ -180,6 +182,36 @@ def run(
     """Returns (out, lse, dq, dk, dv) of a step; gradients by its own lse."""
     out, lse = run_forward(backend, scale, sizes, step, **cap)
     return out, lse, *run_backward(backend, scale, sizes, step, lse, **cap)
+
+
+def run_rounding(
+    backend: Backend, scale: float, sizes: Sizes, step: Step, **cap: float
+) -> tuple[Arrays, Arrays]:
+    """Returns (out, lse, dq, dk, dv) of a step without dq, dk and dv so far, twice.
+
+    First the sums, rounded here to the type of the operands; then as kernels round.
+    """
+    del sizes
+    visible = Visible(step.k_start[None], step.k_end[None])
+    bounds = step.k_start, step.k_end
+    scores = Scores(scale, **cap)
+    rows = Rows(step.q, step.do, jnp.zeros_like(step.delta), step.delta)
+    forward = forward_steps(backend, step.q, step.k, visible, scores)
+    backward = backward_steps(backend, rows, step.k, visible, scores)
+    dtype = step.q.dtype
+
+    def results(forward: Any, backward: Any) -> Arrays:
+        carry = forward.begin(step.carry)
+        carry = forward.attend(step.k, step.v, forward.prepare(*bounds), carry)
+        out, lse = forward.finish(carry)
+        dq = backward.begin(jnp.zeros_like(step.dq))
+        seen = backward.prepare(*bounds)
+        dq, dk, dv = backward.add(step.k, step.v, seen, dq, None)
+        dq, dk = (rounded(x, scale, dtype) for x in (backward.finish(dq), dk))
+        return out.astype(dtype), lse, dq, dk, rounded(dv, 1.0, dtype)
+
+    rounding = replace(forward, out_type=dtype), replace(backward, dk_scale=scale)
+    return results(forward, backward), results(*rounding)
 
 
 PASSES = {"forward": run_forward, "backward": run_backward}

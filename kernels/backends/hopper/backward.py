@@ -71,14 +71,15 @@ def backward_call(
       for dk and dv alone, which come out the same each time.
 
     Returns:
-      dq, and dk and dv, float32, shaped like k.
+      dq, and dk and dv, shaped like k; of which type: see `KeyConfig`.
     """
     batch, length, heads, _ = operands.k.shape
     programs = length // config.block_k
     has_dq = dq is not None
     # No result, as dk and dv: each program adds to it, and none writes all of it.
     dq_ref = config.ops.new_sum(dq, programs) if has_dq else None
-    gradient = jax.ShapeDtypeStruct(operands.k.shape, jnp.float32)
+    dtype = jnp.float32 if config.dk_scale is None else operands.k.dtype
+    gradient = jax.ShapeDtypeStruct(operands.k.shape, dtype)
     dk, dv = run_kernel(
         functools.partial(_kernel, config),
         (operands, dq_ref),
@@ -214,7 +215,8 @@ class BackwardConsumer(NamedTuple):
     def write_zeros(self) -> None:
         """Writes dk and dv of keys that no query sees."""
         for gradient in self.dk, self.dv:
-            gradient[...] = constant(gradient.shape, 0.0, plgpu.Layout.WGMMA)
+            zeros = constant(gradient.shape, 0.0, plgpu.Layout.WGMMA)
+            gradient[...] = zeros.astype(gradient.dtype)
 
     def _all_work_tiles(self, dk_acc: jax.Ref, dv_acc: jax.Ref) -> None:
         """Runs the pipeline. dk_acc, dv_acc: [64, columns]."""
@@ -236,8 +238,11 @@ class BackwardConsumer(NamedTuple):
             plgpu.barrier_wait(smem.ds_exchange)  # both have stored the last dS
             part = ConsumerPart.of(self.config, lax.axis_index(WARPGROUP))
             self._add_dq(part, work_tiles.total() - 1, work_tiles.previous(end), None)
-        self.dk[...] = dk_acc[...]  # [64, columns]
-        self.dv[...] = dv_acc[...]  # [64, columns]
+        dk = dk_acc[...]  # [64, columns]
+        if self.config.dk_scale is not None:
+            dk *= self.config.dk_scale
+        self.dk[...] = dk.astype(self.dk.dtype)
+        self.dv[...] = dv_acc[...].astype(self.dv.dtype)  # [64, columns]
         if self.dq is not None:
             plgpu.wait_smem_to_gmem(0)  # the last dQ has been added
 

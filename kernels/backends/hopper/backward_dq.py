@@ -20,7 +20,7 @@ key tiles n = 0, 1, ... as stages become empty. Two consumers own 64 queries eac
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from .shared import (
     WGMMA_ROW,
     broadcast_cols,
     by_role,
+    constant,
     load,
     mask,
     probabilities,
@@ -50,28 +51,31 @@ def query_gradients_call(
     dq: jax.Array,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    """Adds to dq, float32 (B, T, H, D), in its place."""
+    """Adds to dq, float32 (B, T, H, D), in its place; a result is not added to it."""
     d = operands.q.shape[-1]
-    dq_ref = jax.new_ref(dq)
-    run_kernel(
+    dq_ref = jax.new_ref(dq) if config.dq_scale is None else None
+    result = jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)
+    results = run_kernel(
         functools.partial(_kernel, config),
         (operands, dq_ref),
         name="flash_backward_queries",
-        out_type=(),
+        out_type=(result,) if dq_ref is None else (),
         smem=QuerySmem.types(config, d, operands.q.dtype, is_backward=True),
         grid=operands.grid,
         interpret=interpret,
     )
-    return jax.freeze(dq_ref)
+    return results[0] if dq_ref is None else jax.freeze(dq_ref)
 
 
 def _kernel(
     config: QueryConfig,
-    inputs: tuple[QueryOperands, jax.Ref],  # and dq, (B, T, H, D)
-    smem: QuerySmem,
+    inputs: tuple[QueryOperands, jax.Ref | None],  # and dq, (B, T, H, D)
+    *result_and_smem: Any,  # dq, where it is none of the inputs; `QuerySmem`
 ) -> None:
     """Computes one query tile of one head."""
-    operands, dq_ref = inputs
+    operands, sum_ref = inputs
+    *results, smem = result_and_smem
+    dq_ref = results[0] if sum_ref is None else sum_ref
     program = Program.of(operands, config.block_k)
     begin, end = program.begin, program.end
 
@@ -84,8 +88,10 @@ def _kernel(
         delta = delta.at[batch, head, rows]  # [64]
         dq = dq_ref.at[batch, rows, head]  # [64, d]
         consumer = DqConsumer(config, smem, queries, lse, delta, dq)
-        # Of a tile without keys dq stays as it is, as it is added to in its place.
         pl.when(begin < end)(lambda: consumer.accumulate(begin, end))
+        # Of a tile without keys a dq stays as it is that is added to in its place.
+        if results:
+            pl.when(begin >= end)(consumer.write_zeros)
 
     def produce() -> None:
         source = program.source(operands)
@@ -150,7 +156,16 @@ class DqConsumer(NamedTuple):
         for first in range(0, dq.shape[1], EPILOGUE_COLUMNS):
             columns = pl.ds(first, EPILOGUE_COLUMNS)
             part = lax.slice(dq, (0, first), (ROWS, first + EPILOGUE_COLUMNS))
-            self.dq[:, columns] = part + load(self.dq.at[:, columns])  # [64, 64]
+            if config.dq_scale is None:
+                part += load(self.dq.at[:, columns])  # [64, 64]
+            else:
+                part *= config.dq_scale
+            self.dq[:, columns] = part.astype(self.dq.dtype)
+
+    def write_zeros(self) -> None:
+        """Writes dq of queries that see no key."""
+        zeros = constant(self.dq.shape, 0.0, plgpu.Layout.WGMMA)  # [64, d]
+        self.dq[...] = zeros.astype(self.dq.dtype)
 
     def _wait_for_keys(self, n) -> None:
         """Waits for TMA of K(n)."""

@@ -30,6 +30,8 @@ class KeyConfig(NamedTuple):
     scale: factor on scores, for exponents of 2.
     tanh_scale: scores are 1 + tanh(tanh_scale K Qᵀ), or K Qᵀ if it is None.
     ops: of the GPU, or emulated.
+    dk_scale: factor on dk where dk and dv are results, in the operands' type; None
+      where they are sums in float32.
     """
 
     d: int
@@ -37,6 +39,7 @@ class KeyConfig(NamedTuple):
     scale: float
     tanh_scale: float | None
     ops: NativeOps
+    dk_scale: float | None = None
 
     @property
     def splits_keys(self) -> bool:

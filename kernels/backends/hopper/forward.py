@@ -26,7 +26,7 @@ other exponentiates (their section 3.1).
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,9 @@ from .shared import (
 
 LN_2 = math.log(2)
 
+IN_PLACE = 128
+"""Largest heads whose out takes the place of a carry: of 256, ptxas spills 24 bytes."""
+
 M_INIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Row maximum before any visible key: finite, as -inf - -inf is nan."""
 
@@ -59,36 +62,44 @@ M_INIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 def forward_call(
     config: QueryConfig,
     operands: QueryOperands,
+    out_type: jnp.dtype,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the kernel.
+    """Runs the kernel, with out in the place of the carry's if there is one.
+
+    out_type: of out; in a narrower one than float32 it has a place of its own.
 
     Returns:
       out and natural-log lse, shaped like the carry; -inf for rows without any key.
     """
     batch, length, heads, d = operands.q.shape
-    return run_kernel(
+    out = jax.ShapeDtypeStruct(operands.q.shape, out_type)
+    lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    is_in_place = operands.carry and out_type == jnp.float32 and d <= IN_PLACE
+    if is_in_place:
+        carry_out, carry_lse = operands.carry
+        out_ref = jax.new_ref(carry_out)
+        operands = operands._replace(carry=(out_ref, carry_lse))
+    *outs, lse = run_kernel(
         functools.partial(_kernel, config),
         operands,
         name="flash_forward",
-        out_type=(
-            jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-        ),
+        out_type=(lse,) if is_in_place else (out, lse),
         smem=QuerySmem.types(config, d, operands.q.dtype, is_backward=False),
         grid=operands.grid,
         interpret=interpret,
     )
+    return outs[0] if outs else jax.freeze(operands.carry[0]), lse
 
 
 def _kernel(
     config: QueryConfig,
     operands: QueryOperands,
-    out_ref: jax.Ref,  # (B, T, H, D)
-    lse_ref: jax.Ref,  # (B, H, T)
-    smem: QuerySmem,
+    *results_and_smem: Any,  # out (B, T, H, D) if not in place; lse (B, H, T); smem
 ) -> None:
     """Computes one query tile of one head."""
+    *outs, lse_ref, smem = results_and_smem
+    out_ref = outs[0] if outs else operands.carry[0]
     program = Program.of(operands, config.block_k)
     begin, end = program.begin, program.end
 
@@ -169,10 +180,13 @@ class ForwardConsumer(NamedTuple):
         """Copies the carry through, where no key is visible."""
         if self.carry:
             carry_out, carry_lse = self.carry
-            self.out[...] = load(carry_out)  # [64, d]
+            # Else it is there.
+            if self.out.dtype != jnp.float32 or self.out.shape[1] > IN_PLACE:
+                self.out[...] = load(carry_out).astype(self.out.dtype)  # [64, d]
             self.lse[...] = load(carry_lse, WGMMA_ROW)  # [64]
         else:
-            self.out[...] = constant(self.out.shape, 0.0, plgpu.Layout.WGMMA)
+            zeros = constant(self.out.shape, 0.0, plgpu.Layout.WGMMA)  # [64, d]
+            self.out[...] = zeros.astype(self.out.dtype)
             self.lse[...] = constant((ROWS,), -jnp.inf, WGMMA_ROW)
 
     def _attend_to_tiles(self, begin, end, acc_ref):
@@ -289,4 +303,4 @@ class ForwardConsumer(NamedTuple):
             if self.carry:
                 carry_out = load(self.carry[0].at[:, columns])  # [64, 64]
                 out += carry_out * broadcast_cols(weights[1], EPILOGUE_COLUMNS)
-            self.out[:, columns] = out
+            self.out[:, columns] = out.astype(self.out.dtype)

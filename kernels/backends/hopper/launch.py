@@ -9,6 +9,7 @@ off by the rounding of the latter: by 1 for scores of 1e7, and those of 1e9 over
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,13 +72,14 @@ def _of_key_tiles(
 class HopperForwardSteps:
     """Forward steps of queries: see `backends.steps`.
 
-    shape: (B, L, H, D). q: the same in whole tiles, (B, T, H, d).
+    shape: (B, L, H, D). q: the same in whole tiles, (B, T, H, d). out_type: of out.
     """
 
     config: QueryConfig
     interpret: plgpu.InterpretGPUParams | None
     shape: tuple[int, ...]
     q: jax.Array
+    out_type: Any = jnp.float32
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> QueryBounds:
         """Pads bounds to whole tiles, of which the kernel finds the live ones."""
@@ -91,7 +93,7 @@ class HopperForwardSteps:
     def attend(
         self, k: jax.Array, v: jax.Array, prepared: QueryBounds, carry: Partial | None
     ) -> Partial:
-        """Runs the kernel."""
+        """Runs the kernel, in the place of a carry: see `HopperBackwardSteps.add`."""
         block_k = self.config.block_k
         d = self.q.shape[-1]
         # No bound reaches the zeros after the last key: a tile with some is not full,
@@ -100,7 +102,12 @@ class HopperForwardSteps:
         v = _padded(v, block_k, d)  # (B, S, K, d)
         k_start, k_end = prepared
         operands = QueryOperands(k_start, k_end, (), self.q, (), k, v, carry or ())
-        return forward_kernel.forward_call(self.config, operands, self.interpret)
+        if carry:
+            operands = lax.optimization_barrier(operands)
+        result = forward_kernel.forward_call(
+            self.config, operands, self.out_type, self.interpret
+        )
+        return lax.optimization_barrier(result) if carry else result
 
     def finish(self, carry: Partial) -> Partial:
         """Returns out (B, L, H, D) and lse (B, H, L)."""
@@ -122,6 +129,7 @@ class HopperBackwardSteps:
     shape: of q, (B, L, H, D). keys: of a shard, in whole tiles.
     q, do: (B, T, H, d). rows: lse, for exponents of 2, and delta, (B, H, T).
     lse_delta: the same for the kernel of dk and dv, (B, H, T / block_q, 2, block_q).
+    dk_scale: see `KeyConfig`; of dq too, if it has a kernel of its own.
     """
 
     key_config: KeyConfig
@@ -133,6 +141,7 @@ class HopperBackwardSteps:
     do: jax.Array
     rows: tuple[jax.Array, jax.Array]
     lse_delta: jax.Array
+    dk_scale: float | None = None
 
     def prepare(
         self, k_start: jax.Array, k_end: jax.Array
@@ -179,12 +188,14 @@ class HopperBackwardSteps:
         dkv_operands, dq_operands, dq = lax.optimization_barrier(
             (dkv_operands, dq_operands, dq)
         )
+        key_config = self.key_config._replace(dk_scale=self.dk_scale)
         added_dq, dk, dv = backward_kernel.backward_call(
-            self.key_config, dkv_operands, None if dq_operands else dq, self.interpret
+            key_config, dkv_operands, None if dq_operands else dq, self.interpret
         )
         if self.query_config and dq_operands:
+            query_config = self.query_config._replace(dq_scale=self.dk_scale)
             added_dq = dq_kernel.query_gradients_call(
-                self.query_config, dq_operands, dq, self.interpret
+                query_config, dq_operands, dq, self.interpret
             )
         dq, dk, dv = lax.optimization_barrier((added_dq, dk, dv))
         dk = dk[:, :keys, :, :depth]  # (B, S, K, D)

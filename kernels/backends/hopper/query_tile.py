@@ -23,6 +23,8 @@ class QueryConfig(NamedTuple):
     scale: factor on scores, for exponents of 2; positive in the forward kernel.
     tanh_scale: scores are 1 + tanh(tanh_scale Q Kᵀ), or Q Kᵀ if it is None.
     ops: of the GPU, or emulated.
+    dq_scale: factor on dq where that is a result, in the operands' type; None where it
+      is a sum in float32.
     """
 
     block_k: int
@@ -31,6 +33,7 @@ class QueryConfig(NamedTuple):
     scale: float
     tanh_scale: float | None
     ops: NativeOps
+    dq_scale: float | None = None
 
 
 class QueryOperands(NamedTuple):

@@ -63,6 +63,7 @@ class BackwardScratch(NamedTuple):
     dq: jax.Ref  # [query tiles or STREAMED, R, D], or the last two swapped
     dq_semaphores: jax.Ref  # [in and out, STREAMED]
     counts: jax.Ref  # [2], SMEM: see `backward_dq`
+    dkv: tuple[jax.Ref, ...]  # [block_k, D] or swapped, where results are rounded
 
     @classmethod
     def shapes(
@@ -83,6 +84,7 @@ class BackwardScratch(NamedTuple):
             dq=pltpu.VMEM((dq_tiles, *orientation.ordered(rows, depth)), jnp.float32),
             dq_semaphores=pltpu.SemaphoreType.DMA((2, STREAMED)),
             counts=pltpu.SMEM((2,), jnp.int32),
+            dkv=(),
         )
 
 
@@ -127,14 +129,18 @@ def backward_call(
     config: TileConfig,
     operands: BackwardOperands,
     is_dq_resident: bool,
+    dk_scale: float | None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the kernel. options: of `pl.pallas_call`.
 
     is_dq_resident: whether dq of a head stays in VMEM.
+    dk_scale: factor on dk where dk and dv are results, in the operands' type; None
+      where they are sums in float32.
 
     Returns:
-      dq, dk and dv, float32, in the places of the operands, if there are some.
+      dq, dk and dv, dq in the place of the operand, and sums dk and dv if there are
+      some.
     """
     batch, heads, key_tiles, block_k, depth = operands.k.shape
     query_tiles, _, rows = operands.lse_delta.shape[2:]
@@ -144,7 +150,8 @@ def backward_call(
     )
     orientation = config.orientation
     dk = jax.ShapeDtypeStruct(
-        (batch, heads, *orientation.ordered(key_tiles * block_k, depth)), jnp.float32
+        (batch, heads, *orientation.ordered(key_tiles * block_k, depth)),
+        jnp.float32 if dk_scale is None else operands.k.dtype,
     )
     dk_block = pl.BlockSpec(  # [block_k, D], or swapped
         (None, None, *orientation.ordered(block_k, depth)),
@@ -155,6 +162,10 @@ def backward_call(
     scratch = BackwardScratch.shapes(
         rows, depth, operands.q.dtype, dq_tiles, orientation
     )
+    if dk_scale is not None:
+        # In the place of the second buffers that Pallas has for blocks of float32.
+        sums = pltpu.VMEM(orientation.ordered(block_k, depth), jnp.float32)
+        scratch = scratch._replace(dkv=(sums, sums))
     dkv_blocks = (dk_block,) * len(operands.dkv)
     # In place: HBM keeps the sums of query tiles that no program visits. A block of dk
     # and dv is read before its program writes it.
@@ -163,7 +174,7 @@ def backward_call(
         first_sum = flat_index(operands, "dkv")
         aliases |= {first_sum: 1, first_sum + 1: 2}
     call = pl.pallas_call(
-        functools.partial(_kernel, config, dq_type, batch * key_tiles),
+        functools.partial(_kernel, config, dq_type, dk_scale, batch * key_tiles),
         name="flash_backward",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -183,6 +194,7 @@ def backward_call(
 def _kernel(
     config: TileConfig,
     dq_type: type[Resident] | type[Streamed],
+    dk_scale: float | None,
     key_tiles: int,  # of all M
     numbers_ref: jax.Ref,  # SMEM, as in `BackwardOperands`
     k_ref: jax.Ref,  # [block_k, D]
@@ -228,7 +240,8 @@ def _kernel(
         semaphores=scratch.dq_semaphores,
         counts=scratch.counts,
     )
-    keys = KeyTileRefs(k_ref, v_ref, dk_ref, dv_ref)
+    dk_sum_ref, dv_sum_ref = scratch.dkv or (dk_ref, dv_ref)
+    keys = KeyTileRefs(k_ref, v_ref, dk_sum_ref, dv_sum_ref)
     block_q = q_hbm_ref.shape[3] // query_tiles
     # Staircases with a base of their own are computed by sub-blocks: code for them
     # would be longer, and not faster.
@@ -250,8 +263,8 @@ def _kernel(
         dk_ref[...] = dk_in_ref[...]  # [block_k, D], or swapped
         dv_ref[...] = dv_in_ref[...]
     else:
-        dk_ref[...] = jnp.zeros_like(dk_ref)
-        dv_ref[...] = jnp.zeros_like(dv_ref)
+        dk_sum_ref[...] = jnp.zeros_like(dk_sum_ref)
+        dv_sum_ref[...] = jnp.zeros_like(dv_sum_ref)
 
     @pl.loop(here.begin, here.end)
     def _(i):
@@ -276,6 +289,10 @@ def _kernel(
         is_full = (ranges.full_begin <= i) & (i < ranges.full_end)
         tile.add_gradients(is_full, numbers.first_end(query_tile) - first_key)
         dq.store(i, n)
+
+    if dk_scale is not None:
+        dk_ref[...] = (dk_sum_ref[...] * dk_scale).astype(dk_ref.dtype)
+        dv_ref[...] = dv_sum_ref[...].astype(dv_ref.dtype)
 
     # The head's next program goes on from here in the buffers' order.
     visits = visited + here.end - here.begin

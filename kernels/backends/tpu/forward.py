@@ -133,12 +133,17 @@ def held_bytes(row: jax.ShapeDtypeStruct, cut: Cut) -> int:
 
 
 def forward_call(
-    config: TileConfig, operands: ForwardOperands, is_in_order: bool, **options: Any
+    config: TileConfig,
+    operands: ForwardOperands,
+    is_in_order: bool,
+    out_type: jnp.dtype,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel. options: of `pl.pallas_call`.
 
     is_in_order: whether the programs of a head run one after the other, on one core:
       then each starts the first copies of the next one.
+    out_type: of out; in a narrower one than float32 it is no carry.
 
     Returns:
       out and lse, shaped like a `Carry`: of empty rows 0 and NOTHING.
@@ -160,7 +165,9 @@ def forward_call(
         carry_blocks = Carry(blocks.out, blocks.lse)
         # A block of the carry is read before its result is written in its place.
         first = flat_index(operands, "carry")
-        aliases = {first: 0, first + 1: 1}
+        aliases = {first + 1: 1}
+        if out_type == jnp.float32:
+            aliases[first] = 0
     call = pl.pallas_call(
         functools.partial(_kernel, config, is_in_order, batch * query_tiles),
         name="flash_forward",
@@ -173,7 +180,7 @@ def forward_call(
             scratch_shapes=[scratch],
         ),
         out_shape=(
-            jax.ShapeDtypeStruct(out, jnp.float32),
+            jax.ShapeDtypeStruct(out, out_type),
             jax.ShapeDtypeStruct(lse, jnp.float32),
         ),
         input_output_aliases=aliases,

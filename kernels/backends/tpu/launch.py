@@ -9,6 +9,7 @@ and `backward`. A ring prepares the queries, and the tiles of all its steps, onc
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,12 @@ from .tile_config import SoftCap
 class TpuForwardSteps:
     """Forward steps of queries: see `backends.steps`.
 
-    q: [M, X, G, query tiles * block_q, D].
+    q: [M, X, G, query tiles * block_q, D]. out_type: of out.
     """
 
     setup: Setup
     q: jax.Array
+    out_type: Any = jnp.float32
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> TpuBounds:
         """Finds the live tiles of query tiles."""
@@ -82,7 +84,7 @@ class TpuForwardSteps:
         tiles_of_head = "arbitrary" if is_in_order else "parallel"
         options = setup.options(tiles_of_head, 2, operands)
         out, lse = forward_kernel.forward_call(
-            setup.config, operands, is_in_order, **options
+            setup.config, operands, is_in_order, self.out_type, **options
         )
         return Carry(out, lse)
 
@@ -104,12 +106,14 @@ class TpuBackwardSteps(PlainForm):
 
     q, do: [M, X, G, query tiles * block_q, D]. lse_delta: lse in base 2, and delta,
       [M, X, query tiles, 2, R].
+    dk_scale: factor on dk where dk and dv are results, in 16 bits.
     """
 
     setup: Setup
     q: jax.Array
     do: jax.Array
     lse_delta: jax.Array
+    dk_scale: float | None = None
 
     def prepare(self, k_start: jax.Array, k_end: jax.Array) -> TpuBounds:
         """Finds the live tiles of key tiles."""
@@ -139,8 +143,11 @@ class TpuBackwardSteps(PlainForm):
             dkv=tuple(setup.key_sums(x) for x in dkv) if dkv and in_place else (),
         )
         options = setup.options("arbitrary", 5, operands)
+        # Of several stacks they are summed up after the kernel.
+        is_sum = setup.row.dtype == jnp.float32 or cut.stacks > 1
+        dk_scale = None if is_sum else self.dk_scale
         dq, dk, dv = backward_kernel.backward_call(
-            setup.config, operands, cut.is_dq_resident, **options
+            setup.config, operands, cut.is_dq_resident, dk_scale, **options
         )
         dq = cut.orientation.swap(dq)  # [M, X, G, query tiles * block_q, D]
         dk = cut.orientation.swap(dk)  # [M, X, key tiles * block_k, D]

@@ -106,13 +106,15 @@ class ForwardQueryTile(NamedTuple):
             inverse = orientation.widen(
                 reciprocal(l), state.acc.shape[orientation.keys_axis]
             )  # meets acc
-            orientation.at(normalised_ref, rows)[...] = state.acc[...] * inverse
+            normalised = (state.acc[...] * inverse).astype(normalised_ref.dtype)
+            orientation.at(normalised_ref, rows)[...] = normalised  # as acc
             lse = jnp.where(has_keys, state.m[...] + jnp.log2(l), NOTHING)
             lse_ref[orientation.strip(strip)] = orientation.pack(lse)  # [1, 128]
         if is_stacked:
             heads = stacked_rows(out_ref.shape[0], self.q.shape[0])
             for head, rows in enumerate(heads):
-                out_ref[head] = orientation.at(normalised_ref, rows)[...]
+                normalised = orientation.at(normalised_ref, rows)[...]
+                out_ref[head] = normalised.astype(out_ref.dtype)  # [block_q, D]
 
     @property
     def _has_diagonal(self) -> jax.Array:
