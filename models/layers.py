@@ -1,6 +1,7 @@
 """Parts of a decoder layer, and loops over layers whose parameters are stacked."""
 
 import functools
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,7 +142,7 @@ def through_stack(
     runs: how layers run, and how many of them.
     inputs: what layers are called with beside x, for each of the kinds that layers take
       in turns.
-    others: a second stack.
+    others: a second stack, of layers that are called with the same inputs.
     stack_of_kind: for each kind 1 where its layers are in the second stack, else 0; ()
       with one stack.
     """
@@ -222,7 +223,7 @@ def scan_layers[Carry](
     """Runs carry = step(carry, number, kind, own) for the layers of a span.
 
     A loop over groups, with a layer of each kind, and one over the layers that are
-    left.
+    left. Within a group a loop runs neighbouring layers of the second stack.
 
     span: numbers of the first layer and of the one behind the last.
     stack_of_kind: for each kind that layers take in turns, layer 0 the first of them,
@@ -286,14 +287,47 @@ def _run_group[Carry](
     numbers, slices = scanned
     in_group = Counter(stack_of_kind[kind] for kind in kinds)
     done: Counter[int] = Counter()
-    for kind in kinds:
+    for kind, count in _neighbours_alike(kinds, stack_of_kind):
         stack = stack_of_kind[kind]
+        first = done[stack]
+        done[stack] += count
         own = slices.get(stack)
+        if count > 1:
+            own = jax.tree.map(operator.itemgetter(slice(first, first + count)), own)
+            layers = numbers[stack] + first + jnp.arange(count, dtype=jnp.int32)
+            run_layer = functools.partial(_run_layer, step, kind)
+            carry, _ = lax.scan(run_layer, carry, (layers, own))
+            continue
         if in_group[stack] > 1:
-            own = jax.tree.map(operator.itemgetter(done[stack]), own)
-        carry = step(carry, numbers[stack] + done[stack], kind, own)
-        done[stack] += 1
+            own = jax.tree.map(operator.itemgetter(first), own)
+        carry = step(carry, numbers[stack] + first, kind, own)
     return carry, None
+
+
+def _neighbours_alike(
+    kinds: Sequence[int], stack_of_kind: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Yields how many of a group's neighbouring layers are alike, and their kind.
+
+    Layers of the second stack are: a loop over them compiles one in place of all.
+    """
+    neighbours = itertools.groupby(kinds, stack_of_kind.__getitem__)
+    for stack, alike in neighbours:
+        if stack:
+            yield next(alike), 1 + len(list(alike))
+        else:
+            yield from ((kind, 1) for kind in alike)
+
+
+def _run_layer[Carry](
+    step: Callable[[Carry, jax.Array, int, Any], Carry],
+    kind: int,
+    carry: Carry,
+    scanned: tuple[jax.Array, Any],
+) -> tuple[Carry, None]:
+    """Runs a layer of several that are alike, the body of a loop in a group's."""
+    number, own = scanned
+    return step(carry, number, kind, own), None
 
 
 @jax.custom_jvp

@@ -125,6 +125,35 @@ def test_layers_of_several_kinds_run_in_their_order(counts, kinds, rng):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize("pattern, bodies", [((1, 1, 1, 0), 3), ((1, 0, 1), 4)])
+def test_neighbours_of_the_second_stack_are_compiled_once(pattern, bodies, rng):
+    """As by hand, one after the other; bodies: of the groups, and of those left."""
+    stacks = [pattern[n % len(pattern)] for n in range(7)]
+    structure, plain = stack_of(stacks.count(0))
+    others, second = stack_of(stacks.count(1))
+    x = jnp.asarray(rng.standard_normal((2, 64)), jnp.float32)
+    factors = [0.3 + 0.2 * stack for stack in pattern]
+    run = [(Execution(FLOAT, "nothing"), 7)]
+
+    def in_loops(parameters: Any) -> jax.Array:
+        plain, second = parameters
+        layers = nnx.merge(structure, plain)
+        more = nnx.merge(others, second)
+        return jnp.square(through_stack(layers, run, factors, x, more, pattern)).sum()
+
+    def by_hand(parameters: Any) -> jax.Array:
+        weights = [iter(jax.tree.leaves(stack)[0]) for stack in parameters]
+        y = x
+        for n, stack in enumerate(stacks):
+            y = y + factors[n % len(pattern)] * jnp.tanh(y @ next(weights[stack]))
+        return jnp.square(y).sum()
+
+    got = jax.jit(jax.grad(in_loops))((plain, second))
+    assert_same(got, jax.grad(by_hand)((plain, second)), 1e-5)
+    assert str(jax.make_jaxpr(in_loops)((plain, second))).count("tanh") == bodies
+
+
 NAMES = "query", "key", "value"
 TOKENS, INPUTS, OUTPUTS, RANK = 8192, 2048, 512, 16
 
