@@ -19,7 +19,7 @@ from jax.scipy.linalg import solve_triangular
 
 from ..precision import product
 
-CHUNK = 64
+CHUNK = 128
 """Tokens of a chunk at most."""
 EPSILON = 1e-6
 """Added to squared norms of queries and keys."""

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from kernels.delta.attention import make_delta_attention
-from kernels.delta.rule import EPSILON
+from kernels.delta.rule import CHUNK, EPSILON
 from kernels.delta.runs import Runs
 from kernels.delta.states import States
 from kernels.devices import chips
@@ -31,7 +31,7 @@ from tests.kernels.test_ring_transfers import permuted_shapes
 
 ROWS, TOKENS, KEY_HEADS, HEADS, DEPTH, VALUES, WIDTH = 2, 160, 2, 4, 6, 5, 4
 SIZES = (KEY_HEADS, DEPTH), (KEY_HEADS, DEPTH), (HEADS, VALUES)
-FIRST = [[0, 1, 63, 64, 66, 150], [-7, *range(150, TOKENS)]]
+FIRST = [[0, 1, 127, 128, 130, 150], [-7, *range(150, TOKENS)]]
 """First tokens of the rows' documents: some shorter than the convolution, one of a
 document that began before its row; padding is documents of one token."""
 ZEROS = 140
@@ -303,9 +303,9 @@ def test_products_of_states_are_counted_and_timed():
     alone, ring = (
         States(Runs.of(Contiguous(), n, 256 * n), 1, 2, 6, 5, 0) for n in (1, 4)
     )
-    token = 2 * 64 * 6 + 64 * 11 / 2 + 64**2 + 3 * 6 * 5 + 64 * 5
+    token = 2 * CHUNK * 6 + CHUNK * 11 / 2 + CHUNK**2 + 3 * 6 * 5 + CHUNK * 5
     assert alone.flops == 2 * 2 * 256 * token and alone.sent() == 0
-    more = 3 * 6 * 6 + 64 * 6 + 6 * 5  # columns of a map, and what is read of states
+    more = 3 * 6 * 6 + CHUNK * 6 + 6 * 5  # columns of a map, and what is read of states
     assert ring.flops == 2 * 2 * (256 * (token + more) + 2 * 6 * 6 * 11)
     chip = chips.find("TPU v5e")
     # Six passes of a TPU; maps go by 1, 1 and 2 devices, four over each link.
