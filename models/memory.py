@@ -56,7 +56,7 @@ class Partition(Protocol):
 
 _POLICIES = jax.checkpoint_policies
 
-_RESULT = "attention_out", "attention_lse"
+_RESULT = "attention_out", "attention_lse", "delta_saved"
 
 
 def _keep_products(*names: str) -> Callable:
@@ -73,7 +73,8 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     # The layer's input only, as in the papers; the ring runs twice. So do, in a layer's
     # backward, the projections to queries, keys and values (see `remat_attention`).
     "nothing": _POLICIES.nothing_saveable,
-    # Also the attention's result: the ring runs once.
+    # Also the attention's result: the ring runs once. Of Gated DeltaNet the rule runs
+    # twice, but its states are sent once.
     "attention": _POLICIES.save_only_these_names(*_RESULT),
     # Also products with parameters, but for those of a feed-forward in chunks.
     "products": _keep_products(*_RESULT),
@@ -210,20 +211,34 @@ class Kept:
         """Returns the bytes that a layer keeps, by what `REMAT_POLICIES` says.
 
         Every policy keeps the layer's input; "everything" is counted as "gathered".
+        In hybrids it is the mean of the layers.
+        """
+        kinds = self.sizes.layer_kinds
+        kept = {is_delta: self._of_kind(policy, is_delta) for is_delta in (False, True)}
+        of_tokens = sum(kept[kind.is_delta] for kind in kinds) // len(kinds)
+        return of_tokens + self.gathered * (policy in KEEP_GATHERED)
+
+    def _of_kind(self, policy: str, is_delta: bool) -> int:
+        """Returns the bytes of the tokens in a layer with Gated DeltaNet, or another.
+
+        A run's state before it is not counted: little beside the tokens' results.
         """
         sizes, tensor = self.sizes, self.tensor
-        heads = sizes.num_heads // tensor
-        heads_kept = 0 if policy in RERUN else heads
-        kept = sizes.hidden_size + heads_kept * sizes.head_dim
+        outputs = {name: out for name, (_, out) in sizes.matrix_sides(is_delta).items()}
+        kept = sizes.hidden_size
+        logarithms = 0  # of a token, in float32
+        if policy not in RERUN:
+            kept += sizes.matrix_sides(is_delta)["output"][0] // tensor
+            logarithms = 0 if is_delta else sizes.num_heads // tensor
         if policy in KEEP_PRODUCTS:
-            kept += (heads + 2 * sizes.num_kv_heads // tensor) * sizes.head_dim
-            kept += sizes.hidden_size  # the attention's projection
+            wide = outputs.pop("gate") + outputs.pop("up")
+            down = outputs.pop("down")
+            kept += outputs.pop("output") + sum(outputs.values()) // tensor
             if not 0 < self.feed_forward_chunk < self.tokens:
-                kept += 2 * sizes.feed_forward_size // tensor  # gate and up
+                kept += wide // tensor
                 # Down's, where a norm after it needs it in the backward.
-                kept += sizes.hidden_size * (sizes.norms != "before")
-        gathered = self.gathered * (policy in KEEP_GATHERED)
-        return gathered + self.tokens * (kept * self.itemsize + heads_kept * 4)
+                kept += down * (sizes.norms != "before")
+        return self.tokens * (kept * self.itemsize + logarithms * 4)
 
     def of(self, execution: Execution) -> int:
         """Returns the bytes that all layers keep."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from ..checks import checked_axes
@@ -19,7 +20,7 @@ from ..layouts import Layout, check_length
 from ..placement import resharded
 from ..precision import product
 from .rule import after, gated_delta, normalised, short_convolution
-from .runs import Runs
+from .runs import SAVED, Runs
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]
 """Of queries, keys and values: tokens (B, T, H, D), or kernels (W, H, D) of each."""
@@ -117,7 +118,7 @@ def _of_shard(
     """Mixes a device's tokens, as `make_delta_attention` says."""
     *x, log_decay, beta, positions = map(runs.cut, (*qkv, log_decay, beta, positions))
     first = runs.length - (len(kernels[0]) - 1)  # of what the next run reads
-    tails = [runs.moved(part[:, :, first:]) for part in x]
+    tails = [checkpoint_name(runs.moved(part[:, :, first:]), SAVED) for part in x]
     q, k, v = convolved(x, tails, kernels, positions)
     depth = k.shape[-1]
     values = v.shape[-1]
@@ -134,6 +135,7 @@ def _of_shard(
         out = known + product("brthd,brhdv->brthv", read, starts)
         state = after(maps, starts)
     out = out.reshape(*qkv[2].shape).astype(qkv[2].dtype)
+    out = checkpoint_name(out, SAVED)
     return (out, runs.last(state)) if with_state else out
 
 

@@ -6,18 +6,24 @@ tokens: the last tokens of a run to the next one, and affine maps of a state, wh
 composed.
 """
 
+import functools
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ..layouts import Layout, order
+from ..precision import product
 from .rule import after
+
+SAVED = "delta_saved"
+"""Name of what a backward needs in order to send nothing again: see models/memory."""
 
 
 class Move(NamedTuple):
@@ -122,6 +128,10 @@ class Runs:
 
         maps: (B, slots, H, D, V + D) float32, of S -> A S + B: B, and then A.
         """
+        return _states_before(self, maps)
+
+    def _composed(self, maps: jax.Array) -> jax.Array:
+        """Computes the same; its gradient would keep the maps of every step."""
         depth, width = maps.shape[-2:]
         values = width - depth
         rank = self._rank()
@@ -145,3 +155,30 @@ class Runs:
         ranks = np.argsort([a * self.slots + b for a, b in self.owners])
         ranks = jnp.array(ranks.reshape(-1, self.slots, 1, 1, 1))
         return ranks[lax.axis_index(self.axis_name)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _states_before(runs: Runs, maps: jax.Array) -> jax.Array:
+    """Returns `Runs.states`, whose gradient goes back along the runs."""
+    return _states_before_forward(runs, maps)[0]
+
+
+def _states_before_forward(runs: Runs, maps: jax.Array) -> tuple:
+    # Named, so that a remat policy can save it: then the backward sends no maps twice.
+    states = checkpoint_name(runs._composed(maps), SAVED)
+    return states, (maps, states)
+
+
+def _states_before_backward(runs: Runs, residuals: tuple, d_states: jax.Array) -> tuple:
+    maps, states = residuals
+    values = states.shape[-1]
+    # Of S' = A S + B, dS = A^T dS' + what S itself is read for: an affine map too, of
+    # what comes from the runs behind.
+    linear = jnp.swapaxes(maps[..., values:], -1, -2)  # (B, slots, H, D, D)
+    back = jnp.concatenate([d_states, linear], axis=-1)
+    d_after = replace(runs, owners=runs.owners[::-1])._composed(back)
+    d_linear = product("...dv,...ev->...de", d_after, states)
+    return (jnp.concatenate([d_after, d_linear], axis=-1),)
+
+
+_states_before.defvjp(_states_before_forward, _states_before_backward)

@@ -1,6 +1,7 @@
 """Estimates the seconds and bytes of Gated DeltaNet's states; nothing is measured."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from .runs import Runs
 
 TPU_SLOWER = 6
 """Times that a float32 product takes as long as one of bfloat16: a TPU's passes."""
+
+TPU_SHARE = 0.2
+"""Of the rate of these that XLA's program reaches on a TPU without `CYCLES`."""
 
 GPU_SLOWER = 15
 """The same on an H100 or H200: its float32 units beside its tensor cores."""
@@ -69,13 +73,43 @@ class States:
             total += float(by_device.max())
         return total
 
-    def forward(self, chip: Chip) -> tuple[float, float]:
-        """Returns the seconds of a forward's products, and of transfers after them.
+    def sending(self, chip: Chip) -> float:
+        """Returns the seconds of a pass's transfers, which nothing hides."""
+        sent = (
+            self.sent(chip.name.startswith("TPU")) / chip.interconnect_bytes_per_second
+        )
+        return sent + len(self.runs.shifts) * chip.link_latency
 
-        A backward has twice the products, and the same transfers the other way.
-        """
+    def computing(self, chip: Chip) -> tuple[float, float]:
+        """Returns the seconds of the rule's forward and of its backward."""
+        if chip.name in CYCLES:
+            cycles = CYCLES[chip.name]
+            # Of other sizes by their products, beside those of the row.
+            chunks = self.flops / PART.flops
+            second = chip.bundles_per_second / cycles.stalls
+            return chunks * cycles.forward / second, chunks * cycles.backward / second
         is_tpu = chip.name.startswith("TPU")
-        slower = TPU_SLOWER if is_tpu else GPU_SLOWER
-        sent = self.sent(is_tpu) / chip.interconnect_bytes_per_second
-        sent += len(self.runs.shifts) * chip.link_latency
-        return slower * self.flops / chip.peak_flops, sent
+        slower = TPU_SLOWER / TPU_SHARE if is_tpu else GPU_SLOWER
+        products = slower * self.flops / chip.peak_flops
+        return products, 2 * products
+
+
+class Cycles(NamedTuple):
+    """Cycles of a core for PART: a chunk of a head of 128, with its map.
+
+    Of a kernel, its bundles for that; stalls: times as long as these take.
+    """
+
+    forward: float
+    backward: float
+    stalls: float = 1.0
+
+
+PART = States(Runs((), CHUNK, 1, ((0, 0), (1, 0))), 1, 1, 128, 128, 0)
+"""What `Cycles` are of: one head's chunk, with a run on another device."""
+
+CYCLES = {
+    "TPU v5p": Cycles(1, 1),
+    "TPU v6e": Cycles(1, 1),
+}
+"""Of XLA's programs, by its own estimates: results/2026-11-29-hybrids.md."""

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from kernels.delta.attention import make_delta_attention
 from kernels.delta.rule import CHUNK, EPSILON
-from kernels.delta.runs import Runs
-from kernels.delta.states import States
+from kernels.delta.runs import SAVED, Runs
+from kernels.delta.states import CYCLES, Cycles, States
 from kernels.devices import chips
 from kernels.layouts import (
     Contiguous,
@@ -278,8 +278,12 @@ def test_what_is_sent_does_not_grow_with_the_tokens(layout, ring, maps, tails, m
     """
     mix, sent = make_delta_attention(ring_mesh(ring), layout=layout), []
 
+    # A layer that keeps what is named is recomputed without sending.
+    keep = jax.checkpoint_policies.save_only_these_names(SAVED)
+
     def total(*operands: Any) -> jax.Array:
-        return mix(*operands).sum(dtype=jnp.float32)
+        out = jax.checkpoint(mix, policy=keep)(*operands)
+        return jnp.square(out.astype(jnp.float32)).sum()
 
     for tokens in (64, 1024):
         forward, both = (
@@ -308,9 +312,26 @@ def test_products_of_states_are_counted_and_timed():
     more = 3 * 6 * 6 + CHUNK * 6 + 6 * 5  # columns of a map, and what is read of states
     assert ring.flops == 2 * 2 * (256 * (token + more) + 2 * 6 * 6 * 11)
     chip = chips.find("TPU v5e")
-    # Six passes of a TPU; maps go by 1, 1 and 2 devices, four over each link.
+    # Maps go by 1, 1 and 2 devices, four over each link.
     sent = 4 * 4 * 2 * 6 * 11 / chip.interconnect_bytes_per_second
-    assert ring.forward(chip) == (6 * ring.flops / chip.peak_flops, sent)
+    assert ring.sending(chip) == sent
+    # Six passes of a TPU, of which XLA's program reaches a fifth.
+    products = 6 / 0.2 * ring.flops / chip.peak_flops
+    assert ring.computing(chip) == pytest.approx((products, 2 * products))
+
+
+def test_the_rule_takes_the_cycles_of_its_chunks(monkeypatch):
+    """32 heads, 64 chunks; of half of a head's columns, by the products."""
+    runs = Runs.of(Contiguous(), 2, 2 * 64 * CHUNK)
+    chip = chips.find("TPU v6e")
+    rate = chip.bundles_per_second
+    monkeypatch.setitem(CYCLES, "TPU v6e", Cycles(1000, 3000, stalls=1.5))
+    heads = States(runs, 1, 32, 128, 128, 0)
+    seconds = 32 * 64 * 1.5 * np.array([1000, 3000]) / rate
+    np.testing.assert_allclose(heads.computing(chip), seconds)
+    narrow = States(runs, 1, 32, 128, 64, 0)
+    share = narrow.flops / heads.flops
+    np.testing.assert_allclose(narrow.computing(chip), share * seconds)
 
 
 @pytest.mark.thorough

@@ -104,14 +104,19 @@ def test_operations_are_counted():
     assert train_flops(sizes, tokens, 9) == wanted
 
 
-@pytest.mark.parametrize("remat, forwards", [("everything", 1), ("nothing", 2)])
-def test_states_are_sent_in_every_forward_and_one_backward(remat, forwards):
-    """And computed as in two more."""
+@pytest.mark.parametrize(
+    "remat, forwards, passes",
+    [("everything", 1, 2), ("attention", 2, 2), ("nothing", 2, 3)],
+)
+def test_states_are_sent_again_only_where_nothing_is_kept(remat, forwards, passes):
+    """The rule runs again if anything is recomputed."""
     fields = {"remat": remat, "train__microbatches": 2}
     run = run_on(MeshShape(ring=2), "zigzag", FAMILY, **fields).resolved
-    products, sent = states_of(run).forward(run.chip)
+    states = states_of(run)
+    forward, backward = states.computing(run.chip)
+    sent = states.sending(run.chip)
     layers = 2 * len(run.sizes.numbers(is_delta=True))
-    wanted = layers * (forwards + 2) * products, layers * (forwards + 1) * sent
+    wanted = layers * (forwards * forward + backward), layers * passes * sent
     assert state_times(run, run.chip) == pytest.approx(wanted) and sent > 0
 
 

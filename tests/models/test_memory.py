@@ -67,6 +67,21 @@ def test_policies_keep_inputs_results_and_products():
         assert kept == [100 * 64 * 2, 0]
 
 
+def test_hybrids_keep_the_mean_of_their_layers():
+    """Of Gated DeltaNet the results of its value heads, and its own projections."""
+    delta = dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=6)
+    delta |= dict(delta_value_dim=5, delta_convolution=4, layer_pattern="ddf")
+    kept = dataclasses.replace(KEPT, sizes=dataclasses.replace(SIZES, **delta))
+    result = 100 * 2 * 10
+    products = 100 * 2 * (12 + 10 + 10 + 4 + 64 + 2 * 80)
+    policies = "nothing", "attention", "products"
+    means = []
+    for own, other in ((0, 0), (result, RESULT), (products, PRODUCTS)):
+        means.append((2 * own + other) // 3)
+    got = [kept.of_layer(policy) for policy in policies]
+    np.testing.assert_allclose(np.diff([INPUT, *got]), means, atol=1)
+
+
 @pytest.mark.parametrize("policy, budget, found", table("models.txt", "climb"))
 def test_layers_climb_one_by_one_within_the_budget(policy, budget, found):
     assert KEPT.climb(policy, np.dot(budget, (RESULT, PRODUCTS, 1))) == found
