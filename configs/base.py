@@ -166,6 +166,9 @@ FIELDS = dict(
     # (see models/memory.py); layers that keep their products then take all tokens at
     # once. As large as the tokens of a device, or larger: all at once.
     feed_forward_chunk_tokens=0,
+    # Tokens per device of "d" layers whose states' backward is held at a time, and
+    # computed from the state before them; 0: all.
+    delta_segment_tokens=0,
     loss_chunk_tokens=0,  # tokens per device whose logits exist at a time; 0: chosen
     # Devices along each axis, and what they share; -1 in one axis for all that remain.
     mesh=dict(

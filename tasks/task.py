@@ -67,6 +67,7 @@ _UNREAD = {
 LEAST = {
     "loss_chunk_tokens": 0,
     "feed_forward_chunk_tokens": 0,
+    "delta_segment_tokens": 0,
     "simulated_devices": 0,
     "seed": 0,
     "data.context_tokens": 1,

@@ -21,6 +21,7 @@ from ..placement import resharded
 from ..precision import product
 from .rule import after, gated_delta, normalised, short_convolution
 from .runs import SAVED, Runs
+from .segments import gated_delta_in_segments
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]
 """Of queries, keys and values: tokens (B, T, H, D), or kernels (W, H, D) of each."""
@@ -34,11 +35,14 @@ def make_delta_attention(
     batch_axes: str | tuple[str, ...] | None = None,
     head_axis: str | tuple[()] | None = None,
     ulysses_axis: str | None = None,
+    segment: int = 0,
 ) -> Callable[..., Any]:
     """Builds the mixing on global arrays; arguments as of `make_ring_attention`.
 
     A device's tokens must be runs of consecutive ones, each as long at least as what
     the convolution reads before a token: contiguous shards, zigzag, or wide stripes.
+
+    segment: tokens of a run whose terms the backward holds at a time; 0 for all.
 
     Returns:
       mix(qkv, kernels, log_decay, beta, positions, with_state=False) -> out, or out and
@@ -68,7 +72,7 @@ def make_delta_attention(
         specs = (array,) * 3, (kernel,) * 3, array, array, PartitionSpec(*array[:2])
         state = PartitionSpec(axes.batch, axes.heads)
         sharded = jax.shard_map(
-            functools.partial(_of_shard, runs, with_state=with_state),
+            functools.partial(_of_shard, runs, segment, with_state),
             mesh=mesh,
             in_specs=specs,
             out_specs=(array, state) if with_state else array,
@@ -108,12 +112,13 @@ def checked_runs(
 
 def _of_shard(
     runs: Runs,
+    segment: int,
+    with_state: bool,
     qkv: Triple,
     kernels: Triple,
     log_decay: jax.Array,
     beta: jax.Array,
     positions: jax.Array,
-    with_state: bool,
 ) -> Any:
     """Mixes a device's tokens, as `make_delta_attention` says."""
     *x, log_decay, beta, positions = map(runs.cut, (*qkv, log_decay, beta, positions))
@@ -125,7 +130,9 @@ def _of_shard(
     is_alone = runs.devices == 1
     # Of the state before a run, if it is not known, the identity stands for it.
     start = jnp.eye(depth, values + depth * (not is_alone), values)
-    out, state = gated_delta(q, k, v, log_decay, beta, positions == 0, start)
+    out, state = gated_delta_in_segments(
+        segment, q, k, v, log_decay, beta, positions == 0, start
+    )
     if not is_alone:
         maps = state
         starts = runs.states(maps)  # (B, slots, H, D, V), before each run

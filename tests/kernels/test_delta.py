@@ -166,6 +166,28 @@ def test_rings_give_what_tokens_give_one_by_one(layout, ring, slices, rng):
         assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize("ring", [1, 2])
+def test_segments_give_what_all_tokens_do_in_less_memory(ring, rng):
+    """Of 33 tokens, which do not divide a run's 160 or 80."""
+    operands, positions, ahead = jax.tree.map(np.float32, problem(rng))
+    results = []
+    held = []
+    for segment in (0, 33):
+        build = functools.partial(make_delta_attention, layout=Contiguous())
+        mix = build(ring_mesh(ring), segment=segment)
+
+        def total(operands: Any, mix: Any = mix) -> jax.Array:
+            return (mix(*operands, np.int32(positions)) * ahead).sum()
+
+        compiled = jax.jit(jax.value_and_grad(total)).lower(operands).compile()
+        results.append(jax.device_get(compiled(operands)))
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+    assert held[1] < 0.7 * held[0]
+
+
 @pytest.mark.parametrize(
     "layout, ring, slices, said",
     [
