@@ -109,7 +109,7 @@ PART = States(Runs((), CHUNK, 1, ((0, 0), (1, 0))), 1, 1, 128, 128, 0)
 """What `Cycles` are of: one head's chunk, with a run on another device."""
 
 CYCLES = {
-    "TPU v5p": Cycles(1, 1),
-    "TPU v6e": Cycles(1, 1),
+    "TPU v5p": Cycles(12_200, 29_300),
+    "TPU v6e": Cycles(6_750, 15_700),
 }
 """Of XLA's programs, by its own estimates: results/2026-11-29-hybrids.md."""
