@@ -110,6 +110,6 @@ PART = States(Runs((), CHUNK, 1, ((0, 0), (1, 0))), 1, 1, 128, 128, 0)
 
 CYCLES = {
     "TPU v5p": Cycles(12_200, 29_300),
-    "TPU v6e": Cycles(6_750, 15_700),
+    "TPU v6e": Cycles(5_640, 15_700),
 }
 """Of XLA's programs, by its own estimates: results/2026-11-29-hybrids.md."""
