@@ -24,7 +24,8 @@ from kernels.backends.tpu.bounds import Diagonals, RowBounds
 from kernels.backends.tpu.launch import Launch
 from kernels.backends.tpu.vector import UPRIGHT
 from kernels.layouts import Striped
-from kernels.masks import causal
+from kernels.masks import Visible, causal
+from kernels.precision import Scores
 from tests.cases.attention import FLOAT32_TOLERANCE
 from tests.support.simulated_tpu import (
     CHIP,
@@ -164,16 +165,34 @@ def test_heads_that_are_not_stacked_see_the_keys_that_they_share(rng):
 @pytest.mark.quick
 def test_bounds_of_more_than_16_million_slots_are_exact():
     """Float32 has no odd numbers from there on."""
-    numbers = np.random.default_rng(19).integers(0, 2**27 + 1, (2, 1, 128))
+    numbers = np.random.default_rng(19).integers(0, 2**27 + 1, (2, 256))
     rows = np.sort(numbers).astype(np.int32)
+    stacked_heads = 2
 
     def kernel(rows, start, stop):
         RowBounds(start, stop).load(rows, UPRIGHT)
 
-    shape = jax.ShapeDtypeStruct((128, 128), jnp.int32)
+    shape = jax.ShapeDtypeStruct((stacked_heads * 256, 128), jnp.int32)
     spread = pl.pallas_call(kernel, out_shape=(shape, shape), interpret=True)
-    for found, bound in zip(spread(rows), rows, strict=True):
-        np.testing.assert_array_equal(found, np.broadcast_to(bound.T, (128, 128)))
+    for loaded, bound in zip(spread(rows), rows, strict=True):
+        column = np.tile(bound, stacked_heads)[:, None]
+        np.testing.assert_array_equal(loaded, np.broadcast_to(column, (512, 128)))
+
+
+@pytest.mark.parametrize("group, heads", [(1, 1), (4, 1), (5, 1), (8, 1), (16, 2)])
+@pytest.mark.parametrize("chip", [CHIP, V6E], ids=["v5e", "v6e"])
+def test_tables_of_bounds_have_rows_of_as_few_heads_as_fill_lanes(group, heads, chip):
+    """A device holds those of all ring steps, 8 bytes a token of the global row."""
+    q = jax.ShapeDtypeStruct((1, 8192, group, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 8192, 1, 128), jnp.bfloat16)
+    bound = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+
+    def prepare(q, k, bound):
+        steps = Launch(chip).forward_steps(q, k, Visible(bound, bound), Scores(1.0))
+        return steps.prepare(bound, bound).bounds
+
+    table = jax.eval_shape(prepare, q, k, bound)
+    assert table.size * 4 == heads * 8 * 8192
 
 
 def test_cost_counts_the_products_of_all_queries_with_all_keys(monkeypatch):

@@ -342,12 +342,19 @@ class RowBounds(NamedTuple):
     k_start: jax.Ref
     k_end: jax.Ref
 
-    def load(self, packed_ref: jax.Ref, orientation: Orientation) -> None:
-        """Fills both from `Orientation.packed` numbers in [0, 2**29]: [2, ...]."""
+    def load(self, bounds_ref: jax.Ref, orientation: Orientation) -> None:
+        """Fills both, for each stacked head again, from numbers in [0, 2**29].
+
+        bounds_ref: `TpuBounds.bounds` of the query tile, [2, P].
+        """
+        period = bounds_ref.shape[1]
         for number, bound_ref in enumerate(self):
-            for strip, rows in strips(bound_ref.shape[orientation.axis]):
-                row = packed_ref.at[number][orientation.strip(strip)]  # [1, 128]
-                orientation.at(bound_ref, rows)[...] = orientation.unpack(row)
+            for _, source in strips(period):
+                row = bounds_ref[pl.ds(number, 1), source]  # [1, 128]
+                bound = orientation.unpack(row)
+                for first in range(0, bound_ref.shape[orientation.axis], period):
+                    rows = pl.ds(first + source.start, source.size)
+                    orientation.at(bound_ref, rows)[...] = bound
 
     def mask(
         self,

@@ -33,7 +33,7 @@ class ForwardOperands(NamedTuple):
     """Arrays that the forward kernel reads.
 
     numbers: `TileNumbers` of the key tiles of query tiles, SMEM.
-    row_bounds: k_start and k_end, `Orientation.packed`, [M, query tiles, 2, ...].
+    row_bounds: `TpuBounds.bounds`, [M, query tiles, 2, P].
     q: [M, X, G, query tiles * block_q, D].
     k, v: [M, X, key tiles, block_k, D], left in HBM.
     """
@@ -86,11 +86,13 @@ class ForwardBlocks(NamedTuple):
     q: pl.BlockSpec  # [G, block_q, D]
     out: pl.BlockSpec  # [G, block_q, D], or the last two swapped
     lse: pl.BlockSpec  # packed
-    row_bounds: pl.BlockSpec  # [2, ...], packed
+    row_bounds: pl.BlockSpec  # [2, P]
 
     @classmethod
-    def of(cls, config: TileConfig, group: int, depth: int) -> "ForwardBlocks":
-        """Returns the blocks. group: G. depth: D."""
+    def of(
+        cls, config: TileConfig, group: int, depth: int, period: int
+    ) -> "ForwardBlocks":
+        """Returns the blocks. group: G. depth: D. period: P."""
         orientation = config.orientation
         rows = config.blocks.stacked_rows
         block_q = rows // group
@@ -110,7 +112,7 @@ class ForwardBlocks(NamedTuple):
                 (None, None, None, *packed), lambda b, x, i, *_: (b, x, i, 0, 0)
             ),
             row_bounds=pl.BlockSpec(
-                (None, None, 2, *packed), lambda b, x, i, *_: (b, i, 0, 0, 0)
+                (None, None, 2, period), lambda b, x, i, *_: (b, i, 0, 0)
             ),
         )
 
@@ -149,12 +151,12 @@ def forward_call(
       out and lse, shaped like a `Carry`: of empty rows 0 and NOTHING.
     """
     batch, heads, group, tokens, depth = operands.q.shape
-    query_tiles = operands.row_bounds.shape[1]
+    query_tiles, _, period = operands.row_bounds.shape[1:]
     orientation = config.orientation
     packed = orientation.packed(config.blocks.stacked_rows)
     out = batch, heads, group, *orientation.ordered(tokens, depth)
     lse = batch, heads, query_tiles, *packed
-    blocks = ForwardBlocks.of(config, group, depth)
+    blocks = ForwardBlocks.of(config, group, depth, period)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     scratch = ForwardScratch.shapes(
         group, config.blocks, depth, operands.q.dtype, orientation
@@ -194,7 +196,7 @@ def _kernel(
     is_in_order: bool,
     tiles: int,  # query tiles of all M
     numbers_ref: jax.Ref,  # SMEM, as in `ForwardOperands`
-    bounds_ref: jax.Ref,  # [2, ...], packed
+    bounds_ref: jax.Ref,  # [2, P]
     q_ref: jax.Ref,  # [G, block_q, D]
     k_hbm_ref: jax.Ref,  # [M, X, key tiles, block_k, D]
     v_hbm_ref: jax.Ref,  # [M, X, key tiles, block_k, D]
@@ -249,7 +251,7 @@ def _kernel(
         carry=carry_ref,
         state=scratch.state,
         counts=scratch.counts,
-        packed_bounds=bounds_ref,
+        bounds_ref=bounds_ref,
         bounds=scratch.bounds,
         sub_blocks=numbers.sub_blocks(query_tile * sub_blocks),
     )

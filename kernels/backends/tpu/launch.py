@@ -69,10 +69,9 @@ class TpuForwardSteps:
     ) -> Carry:
         """Runs the kernel."""
         setup = self.setup
-        cut = setup.cut
         operands = forward_kernel.ForwardOperands(
             numbers=prepared.numbers,
-            row_bounds=cut.packed(setup.row_bounds(prepared)),
+            row_bounds=prepared.bounds,
             q=self.q,  # [M, X, G, query tiles * block_q, D]
             k=setup.keys(k),  # [M, X, key tiles, block_k, D]
             v=setup.keys(v),  # [M, X, key tiles, block_k, D]
@@ -131,6 +130,7 @@ class TpuBackwardSteps(PlainForm):
         setup = self.setup
         cut, tiling = setup.cut, setup.tiling
         in_place = dkv is not None and cut.adds_to_dkv
+        repeats = cut.blocks.stacked_rows // prepared.bounds.shape[-1]
         operands = backward_kernel.BackwardOperands(
             numbers=prepared.numbers,
             k=setup.keys(k),  # [M, X, key tiles, block_k, D]
@@ -138,7 +138,7 @@ class TpuBackwardSteps(PlainForm):
             q=self.q,
             do=self.do,
             lse_delta=self.lse_delta,
-            row_bounds=setup.row_bounds(prepared),  # [M, query tiles, 2, R]
+            row_bounds=jnp.tile(prepared.bounds, repeats),  # [M, query tiles, 2, R]
             dq=cut.orientation.swap(tiling.split_heads(setup.pad_lanes(dq))),
             dkv=tuple(setup.key_sums(x) for x in dkv) if dkv and in_place else (),
         )

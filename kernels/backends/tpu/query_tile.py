@@ -49,7 +49,7 @@ class ForwardQueryTile(NamedTuple):
     carry: Carry | tuple[()]
     state: SoftmaxState
     counts: jax.Ref  # [2], SMEM: at IS_EXACT and VISITED
-    packed_bounds: jax.Ref  # [2, ...]
+    bounds_ref: jax.Ref  # [2, P]
     bounds: RowBounds  # filled where there are partial tiles
     sub_blocks: SubBlockBounds
 
@@ -165,7 +165,7 @@ class ForwardQueryTile(NamedTuple):
         return InitialState.from_carry(self.carry, self.state.m, block_q, orientation)
 
     def _load_bounds(self) -> None:
-        self.bounds.load(self.packed_bounds, self.config.orientation)
+        self.bounds.load(self.bounds_ref, self.config.orientation)
 
     def _attend_full(
         self, j: jax.Array, src: jax.Array, kv_refs: tuple[jax.Ref, jax.Ref]

@@ -1,5 +1,6 @@
 """What all launches of a kernel on the same queries share: chip, tiles, and numbers."""
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,14 +16,14 @@ from ..tile_ranges import key_ranges, query_ranges
 from .block_sizes import Cut, row_lanes, vmem_limit
 from .bounds import Diagonals, TileNumbers
 from .tile_config import SoftCap, TileConfig
-from .vector import buffer_bytes
+from .vector import LANES, buffer_bytes
 
 
 class TpuBounds(NamedTuple):
     """What the kernels read of the bounds of a step.
 
-    numbers: `TileNumbers`, packed. bounds: k_start and k_end of a head's rows, [M,
-      query tiles, 2, block_q].
+    numbers: `TileNumbers`, packed. bounds: k_start and k_end of rows that make up whole
+      lanes, one head's or those of a few stacked heads: int32 [M, query tiles, 2, P].
     """
 
     numbers: jax.Array
@@ -129,11 +130,10 @@ class Setup(NamedTuple):
             )
         bounds = jnp.stack([k_start, k_end], 1)  # [M, 2, query tiles * block_q]
         bounds = bounds.reshape(tiling.bound_rows, 2, tiling.query_tiles, block_q)
-        return TpuBounds(packed, bounds.swapaxes(1, 2))
-
-    def row_bounds(self, prepared: TpuBounds) -> jax.Array:
-        """Returns k_start and k_end of all stacked rows: [M, query tiles, 2, R]."""
-        return jnp.concatenate([prepared.bounds] * self.tiling.group, axis=-1)
+        # A device has these of the whole row, for all ring steps: P is as short as can
+        # be, and the kernels repeat it for the other stacked heads.
+        heads = math.lcm(block_q, LANES) // block_q
+        return TpuBounds(packed, jnp.tile(bounds.swapaxes(1, 2), heads))
 
     def _pad_rows(self, bound: jax.Array) -> jax.Array:
         """Repeats the last row's bound after the end: (M, T) -> [M, query tiles' rows].
