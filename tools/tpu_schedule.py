@@ -54,13 +54,13 @@ from typing import Any
 
 import jax
 
-from kernels.backends.tpu.block_sizes import TpuBlocks
+from kernels.backends.tpu.block_sizes import TPU_BLOCKS, TpuBlocks
 from tasks.command_line import Parser, as_program, at_least
 from tools.lib.benchmarks.rows import ROOT, Environment, check_output, make_row
 from tools.lib.benchmarks.rows import table as rows_as_text
 from tools.lib.compiled.bundles import DUMP_FLAGS, Schedule, read_schedule, tile_body
 from tools.lib.compiled.pods import ENVIRONMENT, PODS, device_kind
-from tools.lib.compiled.tile_program import TABLES, Tile, write_request
+from tools.lib.compiled.tile_program import Tile, write_request
 from tools.lib.files import write_json
 
 PROGRAM = "tools.lib.compiled.tile_program"
@@ -194,7 +194,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--chips", nargs="+", default=["v5e"], choices=tuple(PODS))
-    add("--direction", default="forward", choices=tuple(TABLES))
+    add("--direction", default="forward", choices=tuple(TPU_BLOCKS))
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     sizes = {
         "block-q": (1024, "query rows of the tile, those of a group stacked"),

@@ -15,11 +15,18 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.backends.tile_layout import BlockSizes
 from kernels.backends.tile_ranges import key_ranges
 from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.tpu.backward_dq import STREAMED
 from kernels.backends.tpu.backward_tile import BackwardTile
-from kernels.backends.tpu.block_sizes import TPU_FORWARD, Cut
+from kernels.backends.tpu.block_sizes import (
+    TPU_FORWARD,
+    TPU_RECORDS,
+    Cut,
+    Record,
+    TpuBlocks,
+)
 from kernels.backends.tpu.bounds import Diagonals, RowBounds
 from kernels.backends.tpu.launch import Launch
 from kernels.backends.tpu.vector import UPRIGHT
@@ -142,6 +149,25 @@ def test_there_are_tiles_that_fit_for_all_groups_on_every_chip(version):
             assert cut.blocks.stacked_rows == cut.heads * cut.sizes.block_q
             assert cut.orientation.sublanes == chip.num_sublanes
             assert cut.sizes.block_q % (2 * chip.num_sublanes) == 0
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "field, other", [*enumerate(["forward_2", True, "v6e", 64, "float32"])]
+)
+def test_blocks_that_a_chip_has_run_win_over_the_table(
+    kernel, field, other, monkeypatch
+):
+    """Those of the same kernel, cap, chip, head size and type, and no others."""
+    q = jax.ShapeDtypeStruct((1, 8192, 1, 128), jnp.bfloat16)
+    cut = {"forward": pallas_tpu.cut_forward, "backward": pallas_tpu.cut_backward}
+    record = Record(TpuBlocks(512, 512, 256, 128, 1, 1), 1.0, "a test")
+    key = [kernel, False, "v5e", 128, "bfloat16"]
+    by_table = cut[kernel](CHIP, q, q)
+    monkeypatch.setitem(TPU_RECORDS, (*key[:field], other, *key[field + 1 :]), record)
+    assert cut[kernel](CHIP, q, q) == by_table
+    monkeypatch.setitem(TPU_RECORDS, tuple(key), record)
+    assert cut[kernel](CHIP, q, q).sizes == BlockSizes(512, 512)
 
 
 @pytest.mark.quick

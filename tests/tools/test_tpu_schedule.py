@@ -170,7 +170,7 @@ def test_the_best_is_shown_and_every_row_that_compiles_is_written(
         return make_measurement(tile, blocks, 32 if blocks.rows == 128 else 16)
 
     tables = {"v4": dataclasses.replace(BLOCKS, rows=1024), "v5e": BLOCKS}
-    monkeypatch.setitem(tpu_schedule.TABLES, "backward", (tables, {}))
+    monkeypatch.setitem(tpu_schedule.TPU_BLOCKS, "backward", (tables, {}))
     monkeypatch.setattr(tpu_schedule, "measure", refuse_wide)
     arguments = "--chips v5e v4 --direction backward --try rows=128,256,1024,2048"
     rows = rows_of(tpu_schedule, *arguments.split())

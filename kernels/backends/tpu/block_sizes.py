@@ -144,6 +144,31 @@ TPU_BACKWARD_CAPPED = TPU_BACKWARD | {
     "7x": TpuBlocks(1024, 1024, 256, 1024, 1, 0, 2),
 }
 
+TPU_BLOCKS = {
+    "forward": (TPU_FORWARD, TPU_FORWARD_CAPPED),
+    "backward": (TPU_BACKWARD, TPU_BACKWARD_CAPPED),
+}
+"""Blocks of each kernel by chip, without and with a soft cap."""
+
+
+class Record(NamedTuple):
+    """Blocks that a chip has run, and the milliseconds that they took there.
+
+    problem: what was timed, in words, with the report's name.
+    """
+
+    blocks: TpuBlocks
+    milliseconds: float
+    problem: str
+
+
+TPU_RECORDS: dict[tuple[str, bool, str, int, str], Record] = {}
+"""The fastest of those that were timed on a chip, which win over the tables' there.
+
+By kernel, whether there is a soft cap, chip, head size and type. Empty: our kernels
+have not run on a TPU.
+"""
+
 
 class Cut(NamedTuple):
     """Blocks of a problem.
@@ -206,18 +231,19 @@ def row_lanes(chip: pltpu.TpuInfo) -> int:
 
 
 def choose_cut(
-    table: dict[str, TpuBlocks],
+    kernel: tuple[str, bool],
     chip: pltpu.TpuInfo,
     q: jax.Array,
     k: jax.Array,
     held_bytes: Callable[[Cut], int],
     blocks: TpuBlocks | None = None,
 ) -> Cut:
-    """Returns given blocks, or the table's, made smaller until they fit.
+    """Returns given blocks, or a record's or the table's, made smaller until they fit.
 
     Where all query heads of a key/value head are too many to stack, fewer are.
 
-    held_bytes: VMEM that a program takes.
+    kernel: of `TPU_BLOCKS`, and whether it has a soft cap. held_bytes: VMEM that a
+      program takes.
 
     Raises:
       ValueError: the given blocks do not fit.
@@ -227,7 +253,7 @@ def choose_cut(
     limit = vmem_limit(chip)
     depth = -(-q.shape[-1] // LANES) * LANES
     is_free = blocks is None
-    blocks = blocks or _table_blocks(table, chip, q)
+    blocks = blocks or _known_blocks(kernel, chip, q)
     held = 0
     choices = blocks.ever_smaller(group) if is_free else [(group, blocks)]
     for number, (heads, blocks) in enumerate(choices):
@@ -257,14 +283,20 @@ def choose_cut(
     raise ValueError(f"tiles that take {memory}: make {blocks} smaller")
 
 
-def _table_blocks(
-    table: dict[str, TpuBlocks], chip: pltpu.TpuInfo, q: jax.Array
+def _known_blocks(
+    kernel: tuple[str, bool], chip: pltpu.TpuInfo, q: jax.Array
 ) -> TpuBlocks:
-    """Returns the table's blocks, which are for bfloat16 rows of up to 128 numbers.
+    """Returns a record's blocks, or the table's for bfloat16 rows of up to 128 numbers.
 
     A chip newer than the table gets those of v6e. Where VMEM is small, tiles of wider
     rows are smaller.
     """
-    blocks = table.get(str(chip.chip_version), table["v6e"])
+    name, is_capped = kernel
+    version = str(chip.chip_version)
+    record = TPU_RECORDS.get((name, is_capped, version, q.shape[-1], q.dtype.name))
+    if record:
+        return record.blocks
+    table = TPU_BLOCKS[name][is_capped]
+    blocks = table.get(version, table["v6e"])
     width = -(-q.shape[-1] // LANES) * q.dtype.itemsize // 2
     return blocks if chip.vmem_capacity_bytes > 2**25 else blocks.smaller(width)

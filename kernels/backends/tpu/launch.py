@@ -22,10 +22,6 @@ from ..steps import Kernels, PlainForm, Rows
 from . import backward as backward_kernel
 from . import forward as forward_kernel
 from .block_sizes import (
-    TPU_BACKWARD,
-    TPU_BACKWARD_CAPPED,
-    TPU_FORWARD,
-    TPU_FORWARD_CAPPED,
     Cut,
     TpuBlocks,
     choose_cut,
@@ -236,9 +232,8 @@ def cut_forward(
     is_capped: bool = False,
 ) -> Cut:
     """Chooses the forward kernel's blocks; blocks, errors: as `choose_cut`."""
-    table = TPU_FORWARD_CAPPED if is_capped else TPU_FORWARD
     held_bytes = functools.partial(forward_kernel.held_bytes, row_of(q, chip))
-    return choose_cut(table, chip, q, k, held_bytes, blocks)
+    return choose_cut(("forward", is_capped), chip, q, k, held_bytes, blocks)
 
 
 def cut_backward(
@@ -256,8 +251,8 @@ def cut_backward(
         query_tiles = -(-q.shape[1] // cut.sizes.block_q)
         return backward_kernel.held_bytes(cut.blocks, row, query_tiles, limit)
 
-    table = TPU_BACKWARD_CAPPED if is_capped else TPU_BACKWARD
-    cut = choose_cut(table, chip, q, k, lambda cut: held(cut).memory, blocks)
+    kernel = "backward", is_capped
+    cut = choose_cut(kernel, chip, q, k, lambda cut: held(cut).memory, blocks)
     memory, sums, is_dq_resident = held(cut)
     has_room = memory + sums + compiler_bytes(q) <= limit
     return cut._replace(

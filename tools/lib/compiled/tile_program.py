@@ -24,20 +24,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kernels.backends.tpu import launch
-from kernels.backends.tpu.block_sizes import (
-    TPU_BACKWARD,
-    TPU_BACKWARD_CAPPED,
-    TPU_FORWARD,
-    TPU_FORWARD_CAPPED,
-    TpuBlocks,
-)
+from kernels.backends.tpu.block_sizes import TPU_BLOCKS, TpuBlocks
 from tools.lib.compiled.pods import compile_for, tpu_devices
-
-TABLES = {
-    "forward": (TPU_FORWARD, TPU_FORWARD_CAPPED),
-    "backward": (TPU_BACKWARD, TPU_BACKWARD_CAPPED),
-}
-"""Blocks by chip, without and with a soft cap."""
 
 KV_HEADS = 2
 """One for each core of a megacore."""
@@ -78,7 +66,7 @@ class Tile:
 
     def own_blocks(self) -> TpuBlocks:
         """Returns the table's blocks, whose chips have JAX's names ("7x")."""
-        table = TABLES[self.direction][self.soft_cap is not None]
+        table = TPU_BLOCKS[self.direction][self.soft_cap is not None]
         return table[self.chip.removeprefix("tpu")]
 
 
