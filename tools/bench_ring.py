@@ -11,10 +11,12 @@ CPU devices are simulated. They share the machine's cores, so times show the wor
 devices together (column "all" of the table), and not how long a ring waits for its
 slowest device (column "path").
 
---simulate does that: it times every step of every device on one device. A ring waits in
-every step for its slowest device, so the sum of the slowest times is how long a ring
-computes whose transfers are hidden. The limit of the speed-up over the contiguous ring
-is the same sum in tiles (Striped Attention, 2311.09431, section 3.3).
+--simulate does that: it times every step of every device on one device, each in a
+program of its own, and then all steps of a device in one program, as a ring has them:
+what they take less is JAX's dispatch. A ring waits in every step for its slowest
+device, so the sum of the slowest times is how long a ring computes whose transfers are
+hidden. The limit of the speed-up over the contiguous ring is the same sum in tiles
+(Striped Attention, 2311.09431, section 3.3).
 
 --beside times the original `ringattention` too, on the CPU, in a process of its own
 (ORIGINAL/bin/pip install -r tools/ringattention.txt), with each of --chunks.
@@ -30,7 +32,8 @@ The output is a JSON list of rows. Keys: the fields of `Environment` and `times`
   each step), tiles_bound (visible pairs, evenly spread) and bound_share (bound / path);
 - error_out, error_dq, error_dk and error_dv against the reference in float64, relative
   to its norm, measured in this run with error_length tokens;
-- with --simulate: direction, seconds (by step, of each device: medians), seconds_path,
+- with --simulate: direction, seconds (by step, of each device: medians),
+  seconds_together (of each device, all steps in one program), seconds_path,
   tiles_path, speed_up and limit (over the contiguous ring), limit_share.
 """
 
@@ -161,11 +164,12 @@ class CompiledRing:
         return answer
 
 
-Step = Callable[[jax.Array, jax.Array], Any]
+Steps = Callable[[jax.Array, jax.Array], Any]
+"""Takes ring steps with their bounds, (steps, M, T) each."""
 
 
-def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
-    """Returns one ring step forward, and one backward, as functions of the bounds."""
+def make_steps(problem: Problem, implementation: str) -> dict[str, Steps]:
+    """Returns forward and backward ring steps, in one program a call."""
     step = choose(implementation, jnp.dtype(problem.dtype), problem.head_dim)
     local = problem.length // problem.ring_size
     q, k, v, d_out = jax.tree.map(lambda x: x[:, :local], problem.draw())
@@ -177,13 +181,26 @@ def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
     scale = problem.head_dim**-0.5
 
     @jax.jit
-    def forward(q, k, v, start, stop, out, lse):
-        return step.forward(q, k, v, start, stop, scale=scale, carry=(out, lse))
+    def forward(q, k, v, starts, stops, out, lse):
+        def attend(carry, bounds):
+            start, stop = bounds
+            carry = step.forward(q, k, v, start, stop, scale=scale, carry=carry)
+            return carry, None
+
+        return jax.lax.scan(attend, (out, lse), (starts, stops))
 
     @jax.jit
-    def backward(queries: Rows, k, v, start, stop, dq):
+    def backward(queries: Rows, k, v, starts, stops, dq):
         q, do, lse, delta = queries
-        return step.backward(q, k, v, do, lse, delta, start, stop, scale=scale, dq=dq)
+
+        def add(dq, bounds):
+            start, stop = bounds
+            dq, dk, dv = step.backward(
+                q, k, v, do, lse, delta, start, stop, scale=scale, dq=dq
+            )
+            return dq, (dk, dv)
+
+        return jax.lax.scan(add, dq, (starts, stops))
 
     return {
         "forward": lambda *bounds: forward(q, k, v, *bounds, wide, lse),
@@ -192,21 +209,37 @@ def make_steps(problem: Problem, implementation: str) -> dict[str, Step]:
 
 
 def time_steps(
-    problem: Problem, layouts: Sequence[str], step: Step, repeats: int, calls: int
+    problem: Problem,
+    layouts: Sequence[str],
+    steps: Steps,
+    repeats: int,
+    calls: int,
+    together: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Returns median seconds, (devices, steps), of each layout, timed in rounds."""
+    """Returns median seconds, (devices, steps), of each layout, timed in rounds.
+
+    together: whether all steps of a device are in one program: (devices, 1).
+    """
     size = problem.ring_size
-    seconds = {name: np.zeros((size, size)) for name in layouts}
-    each = (
-        bounds_of_steps(layout_of(n, problem), size, problem.visible) for n in layouts
-    )
-    for steps in zip(*each, strict=True):
-        runs = [partial(step, *map(jnp.int32, bounds)) for _, bounds in steps]
-        takes = [partial(rows.take_sample, run, calls) for run in runs]
-        for name, (position, _), samples in zip(
-            layouts, steps, rows.take_rounds(takes, repeats), strict=True
+    programs = (size, 1) if together else (size, size)
+    seconds = {name: np.zeros(programs) for name in layouts}
+    bounds = {}
+    for name in layouts:
+        each = bounds_of_steps(layout_of(name, problem), size, problem.visible)
+        known = np.stack(
+            [counts for _, counts in each], 1
+        )  # (2, devices · steps, M, T)
+        bounds[name] = known.reshape(2, *programs, -1, *known.shape[2:])
+    for program in np.ndindex(programs):
+        takes = []
+        for name in layouts:
+            starts, stops = (jnp.int32(known[program]) for known in bounds[name])
+            run = partial(steps, starts, stops)
+            takes.append(partial(rows.take_sample, run, calls))
+        for name, samples in zip(
+            layouts, rows.take_rounds(takes, repeats), strict=True
         ):
-            seconds[name][position] = statistics.median(x.wall for x in samples)
+            seconds[name][program] = statistics.median(x.wall for x in samples)
     return seconds
 
 
@@ -278,16 +311,19 @@ def simulate(problem: Problem, chosen: argparse.Namespace) -> Iterator[dict[str,
     environment = rows.Environment.of(jax.devices()[:1])
     (implementation,) = chosen.implementations
     names = tuple(dict.fromkeys(("contiguous", *chosen.layouts)))
-    for direction, step in make_steps(problem, implementation).items():
-        seconds = time_steps(problem, names, step, chosen.repeats, chosen.calls)
+    for direction, steps in make_steps(problem, implementation).items():
+        how = {"repeats": chosen.repeats, "calls": chosen.calls}
+        seconds = time_steps(problem, names, steps, **how)
+        in_one = time_steps(problem, names, steps, together=True, **how)
         paths = {name: float(seconds[name].max(axis=0).sum()) for name in names}
         tiles = {n: _tiles(problem, n)["tiles_critical_path"] for n in names}
         for name in names:
             speed_up = paths[names[0]] / paths[name]
             limit = tiles[names[0]] / tiles[name]
             facts = {"layout": name, "direction": direction, "tile": TILE}
-            facts |= {"implementation": implementation, "calls": chosen.calls}
-            facts |= {"repeats": chosen.repeats, "seconds": seconds[name].T.tolist()}
+            facts |= {"implementation": implementation} | how
+            facts |= {"seconds": seconds[name].T.tolist()}
+            facts |= {"seconds_together": in_one[name].ravel().tolist()}
             facts |= {"seconds_path": paths[name], "tiles_path": tiles[name]}
             facts |= {"speed_up": speed_up, "limit": limit}
             facts |= {"limit_share": speed_up / limit}

@@ -173,6 +173,7 @@ def test_simulated_steps_have_a_row_for_each_layout_and_direction(measure):
         seconds = np.array(row["seconds"])
         assert seconds.shape == (2, 2) and (seconds > 0).all()
         assert row["seconds_path"] == pytest.approx(seconds.max(axis=1).sum())
+        assert len(row["seconds_together"]) == 2
         assert row["limit_share"] == pytest.approx(row["speed_up"] / row["limit"])
         assert row["tiles_path"] == TILES[row["layout"]]
 
@@ -190,3 +191,7 @@ def test_the_path_is_the_time_of_the_slowest_device_of_each_step(monkeypatch):
     seconds = bench_ring.time_steps(problem, ("contiguous", "striped"), step, 2, 3)
     assert seconds["contiguous"].max(axis=0).tolist() == [136, 256, 256, 256]
     assert seconds["striped"].max(axis=0).tolist() == [136] * 4
+    how = {"repeats": 2, "calls": 3, "together": True}
+    whole = bench_ring.time_steps(problem, ("contiguous", "striped"), step, **how)
+    for layout, each in seconds.items():
+        assert whole[layout].tolist() == each.sum(axis=1, keepdims=True).tolist()
