@@ -21,7 +21,7 @@ from tools.lib.planning.roofline import Roofline
 from training.sharding.mesh import MeshShape, Partition, make_mesh
 from training.sharding.overlap import parameter_options, permutes_hide
 
-EMBED = 48
+EMBED = 168
 WEIGHTS = {
     "rows": (("embed", None), 1, (EMBED, 6)),
     "columns": ((None, "embed"), 1, (6, EMBED)),
@@ -42,7 +42,10 @@ def slopes(partition: Partition, name: str, rng: np.random.Generator) -> list:
     names, inputs, shape = WEIGHTS[name]
     axis, devices = names.index("embed"), P(partition.mesh.axis_names)
     sides = shape[:inputs], shape[inputs:]
-    x, dy = (rng.standard_normal((24, 5, *side), np.float32) for side in sides)
+    x, dy = (
+        rng.standard_normal((3 * partition.mesh.size, 5, *side), np.float32)
+        for side in sides
+    )
     shard = partition.spec(names, shape)
 
     def local(x, w, dy):
@@ -64,12 +67,24 @@ def slopes(partition: Partition, name: str, rng: np.random.Generator) -> list:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize(
-    "mesh, is_torus",
-    [({"ring": 8}, True), ({"fsdp": 2, "ring": 4}, False), ({"ring": 3}, False)],
+    "mesh, is_torus, unrolled",
+    [
+        ({"ring": 8}, True, 128),
+        ({"ring": 8}, False, 4),
+        ({"ring": 7}, False, 4),
+        ({"fsdp": 2, "ring": 4}, False, 128),
+        ({"ring": 3}, False, 128),
+    ],
     ids=str,
 )
-def test_permutes_give_what_reduce_scatters_do(mesh, is_torus, name, rng, monkeypatch):
-    """Along any axis; over pairs of a torus, two axes, and an odd number of devices."""
+def test_permutes_give_what_reduce_scatters_do(
+    mesh, is_torus, unrolled, name, rng, monkeypatch
+):
+    """Along any axis; over pairs of a torus, two axes, and an odd number of devices.
+
+    As instructions of their own, and in a loop where devices are more than `unrolled`.
+    """
+    monkeypatch.setattr("training.sharding.gathers.UNROLLED", unrolled)
     if is_torus:
         monkeypatch.setattr(torus, "coords_of", lambda device: divmod(device.id, 4))
         monkeypatch.setattr("training.sharding.mesh.MOST_SCATTERED", 4)

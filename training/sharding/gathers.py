@@ -5,6 +5,7 @@ XLA for v4 and v5e waits for every reduce-scatter. Gathers overlap as they are.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,15 @@ from kernels.devices.torus import Groups
 Stages = tuple[tuple[str, Groups | None], ...]
 """Axes of a mesh, and which of their devices take part in a collective together."""
 
+Number = jax.Array | int
+"""A whole number, which a loop counts or the program holds."""
+
 SUBLANES = 8
 """Rows that a TPU stores together: arrays are padded to a multiple of these."""
+
+UNROLLED = 128
+"""Most devices around which each transfer is an instruction of the program, of as many
+pairs of devices: beyond, a loop has them, as programs grow with the square."""
 
 SCOPE = "parameters"
 """Name in a program of permutes of gradients, apart from those of a ring."""
@@ -100,36 +108,44 @@ def _backward(
     way: Way, inputs: int, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, whole = residuals
-    operands = (
-        x.reshape(-1, *x.shape[x.ndim - inputs :]),  # (tokens, inputs…)
-        dy.reshape(-1, *whole.shape[inputs:]),  # (tokens, outputs…)
-    )
     axis_name, groups = way.stages[0]
     line = Line(axis_name, groups)
+    # x's gradient is made in as many pieces of equal length; tokens of 0 add nothing.
+    pieces = line.size // 2
+    tokens = math.prod(x.shape[: x.ndim - inputs])
+    padding = -tokens % pieces
+    operands = (
+        _with_zeros(x.reshape(tokens, *x.shape[x.ndim - inputs :]), padding),
+        _with_zeros(dy.reshape(tokens, *whole.shape[inputs:]), padding),
+    )
+    rows = (tokens + padding) // pieces
     is_cut_in_outputs = way.axis >= inputs
     # Of x or dy, after their tokens.
     along = 1 + way.axis - (inputs if is_cut_in_outputs else 0)
-    # Tokens of each piece of x's gradient, which is made in size / 2 pieces.
-    rows = -(-len(operands[0]) // (line.size // 2))
 
-    def compute(
-        operands: tuple[jax.Array, jax.Array], distance: int, number: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns a device's part of the gradient; every second time, rows of x's."""
+    def part(operands: tuple[jax.Array, jax.Array], distance: Number) -> jax.Array:
+        """Returns a device's part of the parameter's gradient."""
         x, dy = operands
-        dy_part = dy
         if is_cut_in_outputs:
-            dy_part = line.part(dy, along, distance)
+            dy = line.part(dy, along, distance)
         else:
             x = line.part(x, along, distance)
-        part = jnp.tensordot(x, dy_part, (0, 0), preferred_element_type=jnp.float32)
-        dy = dy[number // 2 * rows :][: rows * (number % 2)]
-        axes = [*range(1, dy.ndim)], [*range(inputs, whole.ndim)]
-        return part, jnp.tensordot(dy, whole, axes)
+        return jnp.tensordot(x, dy, (0, 0), preferred_element_type=jnp.float32)
 
-    gradient, dx = _reduce(operands, compute, line, is_held=True)
-    dx = jnp.concatenate(dx).reshape(x.shape).astype(x.dtype)
+    def piece(operands: tuple[jax.Array, jax.Array], number: Number) -> jax.Array:
+        """Returns a piece of x's gradient."""
+        dy = lax.dynamic_slice_in_dim(operands[1], number * rows, rows)
+        axes = [*range(1, dy.ndim)], [*range(inputs, whole.ndim)]
+        return jnp.tensordot(dy, whole, axes)
+
+    gradient, dx = Chain(line, part, piece).reduce(operands)
+    dx = jnp.concatenate(dx)[:tokens].reshape(x.shape).astype(x.dtype)
     return dx, way.scatter(gradient, done=1)
+
+
+def _with_zeros(x: jax.Array, count: int) -> jax.Array:
+    """Appends rows of 0."""
+    return jnp.pad(x, [(0, count)] + [(0, 0)] * (x.ndim - 1))
 
 
 multiply.defvjp(_forward, _backward)
@@ -163,53 +179,94 @@ class Line:
         with jax.named_scope(SCOPE):
             return lax.ppermute(x, self.name, pairs)
 
-    def part(self, x: jax.Array, axis: int, distance: int) -> jax.Array:
+    def part(self, x: jax.Array, axis: int, distance: Number) -> jax.Array:
         """Returns the part of x of the device at this distance."""
         rows = x.shape[axis] // self.size
         start = (self.number + distance) % self.size * rows
         return lax.dynamic_slice_in_dim(x, start, rows, axis)
 
 
-def _reduce(
-    operands: Any, compute: Callable, line: Line, is_held: bool
-) -> tuple[jax.Array, list]:
+@dataclass(frozen=True)
+class Chain:
     """Sums what devices compute for each other, while the sums travel.
 
     Sums go forwards and backwards in turn, so that each is on its way while one that
     goes the other way is computed; the addition is a part of the product.
 
-    compute: (operands, distance, number of the part) to the part of the device there,
-      and something else to compute beside the transfers.
-    is_held: whether a part is computed after the one before, as XLA would compute all
-      before the first transfer.
-
-    Returns:
-      This device's sum, and what else was computed, by part.
+    part: (operands, distance) to the part of the device there.
+    piece: (operands, number) to something else to compute beside the transfers, in
+      line.size // 2 pieces. With it a part is computed after the one before: XLA would
+      compute all of them before the first transfer.
     """
-    arrived: dict[int, jax.Array] = {}  # the sum under way, by its direction
-    others = []
-    # The farthest device's part first: its sum has the longest way to go.
-    for number, left in enumerate(range(line.size - 1, 0, -1)):
-        sign = 1 if left % 2 else -1
-        distance = (left + 1) // 2
-        total, other = compute(operands, sign * distance, number)
-        total = total + arrived.pop(sign, 0)
-        if is_held:
-            # The next part reads the operands that come out here: XLA cannot compute
-            # it before this sum, nor all of them before the first transfer.
-            held = lax.optimization_barrier((operands, total, other))
-            operands, total, other = held
-        arrived[sign] = line.send(total, sign)
-        others.append(other)
-    own, other = compute(operands, 0, line.size - 1)
-    return sum(arrived.values(), own), [*others, other]
+
+    line: Line
+    part: Callable[[Any, Number], jax.Array]
+    piece: Callable[[Any, Number], jax.Array] | None = None
+
+    def reduce(self, operands: Any) -> tuple[jax.Array, list]:
+        """Returns this device's sum, and the pieces in order, some of them joined."""
+        # The farthest device's part first: its sum has the longest way to go.
+        farthest = self.line.size // 2
+        arrived: Number = 0
+        if self.line.size % 2:
+            operands, total, _ = self._add(operands, -farthest, arrived)
+            arrived = self.line.send(total, -1)
+        operands, total, _ = self._add(operands, farthest, 0)
+        state = operands, total, arrived
+        pieces = []
+        # A loop begins after the first step: by then sums arrive from both sides.
+        unrolled = 1 if self.line.size > UNROLLED else farthest - 1
+        for number in range(unrolled):
+            state, piece = self._step(state, number)
+            pieces.append(piece)
+        if unrolled < farthest - 1:
+            numbers = jnp.arange(unrolled, farthest - 1)
+            state, stacked = lax.scan(self._step, state, numbers)
+            pieces.append(jax.tree.map(_joined, stacked))
+        operands, total, arrived = state
+        arrived_last = self.line.send(total, 1)
+        own = self.part(operands, 0)
+        if self.piece:
+            pieces.append(self.piece(operands, farthest - 1))
+        return own + arrived + arrived_last, pieces
+
+    def _step(self, state: tuple, number: Number) -> tuple[tuple, jax.Array | None]:
+        """Sends a sum each way, each beside the product whose sum is sent next.
+
+        Transfers end in the step that they begin in, as a loop's must.
+        """
+        operands, total, arrived = state
+        distance = self.line.size // 2 - 1 - number
+        arrived_next = self.line.send(total, 1)
+        operands, total, piece = self._add(operands, -distance, arrived, number)
+        arrived = self.line.send(total, -1)
+        operands, total, _ = self._add(operands, distance, arrived_next)
+        return (operands, total, arrived), piece
+
+    def _add(
+        self,
+        operands: Any,
+        distance: Number,
+        arrived: Number,
+        number: Number | None = None,
+    ) -> tuple[Any, jax.Array, jax.Array | None]:
+        """Adds a part to the sum that has arrived; number: of a piece, if any."""
+        total = self.part(operands, distance) + arrived
+        if self.piece is None:
+            return operands, total, None
+        piece = None if number is None else self.piece(operands, number)
+        # The next part reads the operands that come out here: XLA cannot compute it
+        # before this sum, nor all of them before the first transfer.
+        return lax.optimization_barrier((operands, total, piece))
+
+
+def _joined(pieces: jax.Array) -> jax.Array:
+    return pieces.reshape(-1, *pieces.shape[2:])
 
 
 def _scatter_by_permutes(x: jax.Array, axis: int, line: Line) -> jax.Array:
     """Sums x over devices in permutes; returns this device's part along an axis."""
-    return _reduce(
-        x, lambda x, at, _: (line.part(x, axis, at), None), line, is_held=False
-    )[0]
+    return Chain(line, lambda x, at: line.part(x, axis, at)).reduce(x)[0]
 
 
 def _scatter(x: jax.Array, axis: int, name: str, groups: Groups | None) -> jax.Array:
