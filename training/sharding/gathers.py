@@ -26,9 +26,10 @@ Number = jax.Array | int
 SUBLANES = 8
 """Rows that a TPU stores together: arrays are padded to a multiple of these."""
 
-UNROLLED = 128
-"""Most devices around which each transfer is an instruction of the program, of as many
-pairs of devices: beyond, a loop has them, as programs grow with the square."""
+UNROLLED = 32
+"""Most devices in a line for which each transfer is an instruction of the program, of
+as many pairs as there are devices. Longer lines are loops: such a program would grow
+with the square."""
 
 SCOPE = "parameters"
 """Name in a program of permutes of gradients, apart from those of a ring."""
