@@ -24,7 +24,6 @@ from kernels.backends.tpu.block_sizes import (
     TPU_FORWARD,
     TPU_RECORDS,
     Cut,
-    Record,
     TpuBlocks,
 )
 from kernels.backends.tpu.bounds import Diagonals, RowBounds
@@ -161,7 +160,7 @@ def test_blocks_that_a_chip_has_run_win_over_the_table(
     """Those of the same kernel, cap, chip, head size and type, and no others."""
     q = jax.ShapeDtypeStruct((1, 8192, 1, 128), jnp.bfloat16)
     cut = {"forward": pallas_tpu.cut_forward, "backward": pallas_tpu.cut_backward}
-    record = Record(TpuBlocks(512, 512, 256, 128, 1, 1), 1.0, "a test")
+    record = TpuBlocks(512, 512, 256, 128, 1, 1), 0.5
     key = [kernel, False, "v5e", 128, "bfloat16"]
     by_table = cut[kernel](CHIP, q, q)
     monkeypatch.setitem(TPU_RECORDS, (*key[:field], other, *key[field + 1 :]), record)

@@ -20,9 +20,6 @@ from kernels.devices.torus import Groups
 Stages = tuple[tuple[str, Groups | None], ...]
 """Axes of a mesh, and which of their devices take part in a collective together."""
 
-Number = jax.Array | int
-"""A whole number, which a loop counts or the program holds."""
-
 SUBLANES = 8
 """Rows that a TPU stores together: arrays are padded to a multiple of these."""
 
@@ -124,7 +121,9 @@ def _backward(
     # Of x or dy, after their tokens.
     along = 1 + way.axis - (inputs if is_cut_in_outputs else 0)
 
-    def part(operands: tuple[jax.Array, jax.Array], distance: Number) -> jax.Array:
+    def part(
+        operands: tuple[jax.Array, jax.Array], distance: jax.Array | int
+    ) -> jax.Array:
         """Returns a device's part of the parameter's gradient."""
         x, dy = operands
         if is_cut_in_outputs:
@@ -133,7 +132,9 @@ def _backward(
             x = line.part(x, along, distance)
         return jnp.tensordot(x, dy, (0, 0), preferred_element_type=jnp.float32)
 
-    def piece(operands: tuple[jax.Array, jax.Array], number: Number) -> jax.Array:
+    def piece(
+        operands: tuple[jax.Array, jax.Array], number: jax.Array | int
+    ) -> jax.Array:
         """Returns a piece of x's gradient."""
         dy = lax.dynamic_slice_in_dim(operands[1], number * rows, rows)
         axes = [*range(1, dy.ndim)], [*range(inputs, whole.ndim)]
@@ -180,7 +181,7 @@ class Line:
         with jax.named_scope(SCOPE):
             return lax.ppermute(x, self.name, pairs)
 
-    def part(self, x: jax.Array, axis: int, distance: Number) -> jax.Array:
+    def part(self, x: jax.Array, axis: int, distance: jax.Array | int) -> jax.Array:
         """Returns the part of x of the device at this distance."""
         rows = x.shape[axis] // self.size
         start = (self.number + distance) % self.size * rows
@@ -201,16 +202,16 @@ class Chain:
     """
 
     line: Line
-    part: Callable[[Any, Number], jax.Array]
-    piece: Callable[[Any, Number], jax.Array] | None = None
+    part: Callable[[Any, Any], jax.Array]
+    piece: Callable[[Any, Any], jax.Array] | None = None
 
     def reduce(self, operands: Any) -> tuple[jax.Array, list]:
         """Returns this device's sum, and the pieces in order, some of them joined."""
         # The farthest device's part first: its sum has the longest way to go.
         farthest = self.line.size // 2
-        arrived: Number = 0
+        arrived = 0
         if self.line.size % 2:
-            operands, total, _ = self._add(operands, -farthest, arrived)
+            operands, total, _ = self._add(operands, -farthest, 0)
             arrived = self.line.send(total, -1)
         operands, total, _ = self._add(operands, farthest, 0)
         state = operands, total, arrived
@@ -223,7 +224,7 @@ class Chain:
         if unrolled < farthest - 1:
             numbers = jnp.arange(unrolled, farthest - 1)
             state, stacked = lax.scan(self._step, state, numbers)
-            pieces.append(jax.tree.map(_joined, stacked))
+            pieces.append(None if stacked is None else lax.collapse(stacked, 0, 2))
         operands, total, arrived = state
         arrived_last = self.line.send(total, 1)
         own = self.part(operands, 0)
@@ -231,7 +232,9 @@ class Chain:
             pieces.append(self.piece(operands, farthest - 1))
         return own + arrived + arrived_last, pieces
 
-    def _step(self, state: tuple, number: Number) -> tuple[tuple, jax.Array | None]:
+    def _step(
+        self, state: tuple, number: jax.Array | int
+    ) -> tuple[tuple, jax.Array | None]:
         """Sends a sum each way, each beside the product whose sum is sent next.
 
         Transfers end in the step that they begin in, as a loop's must.
@@ -245,11 +248,7 @@ class Chain:
         return (operands, total, arrived), piece
 
     def _add(
-        self,
-        operands: Any,
-        distance: Number,
-        arrived: Number,
-        number: Number | None = None,
+        self, operands: Any, distance: Any, arrived: Any, number: Any = None
     ) -> tuple[Any, jax.Array, jax.Array | None]:
         """Adds a part to the sum that has arrived; number: of a piece, if any."""
         total = self.part(operands, distance) + arrived
@@ -259,10 +258,6 @@ class Chain:
         # The next part reads the operands that come out here: XLA cannot compute it
         # before this sum, nor all of them before the first transfer.
         return lax.optimization_barrier((operands, total, piece))
-
-
-def _joined(pieces: jax.Array) -> jax.Array:
-    return pieces.reshape(-1, *pieces.shape[2:])
 
 
 def _scatter_by_permutes(x: jax.Array, axis: int, line: Line) -> jax.Array:

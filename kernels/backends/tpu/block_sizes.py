@@ -151,22 +151,11 @@ TPU_BLOCKS = {
 """Blocks of each kernel by chip, without and with a soft cap."""
 
 
-class Record(NamedTuple):
-    """Blocks that a chip has run, and the milliseconds that they took there.
+TPU_RECORDS: dict[tuple[str, bool, str, int, str], tuple[TpuBlocks, float]] = {}
+"""Blocks that a chip has run, with their milliseconds: they win over the tables'.
 
-    problem: what was timed, in words, with the report's name.
-    """
-
-    blocks: TpuBlocks
-    milliseconds: float
-    problem: str
-
-
-TPU_RECORDS: dict[tuple[str, bool, str, int, str], Record] = {}
-"""The fastest of those that were timed on a chip, which win over the tables' there.
-
-By kernel, whether there is a soft cap, chip, head size and type. Empty: our kernels
-have not run on a TPU.
+By kernel, whether there is a soft cap, chip, head size and type. Beside each stands a
+comment with what was timed. Empty: our kernels have not run on a TPU.
 """
 
 
@@ -295,7 +284,7 @@ def _known_blocks(
     version = str(chip.chip_version)
     record = TPU_RECORDS.get((name, is_capped, version, q.shape[-1], q.dtype.name))
     if record:
-        return record.blocks
+        return record[0]
     table = TPU_BLOCKS[name][is_capped]
     blocks = table.get(version, table["v6e"])
     width = -(-q.shape[-1] // LANES) * q.dtype.itemsize // 2
