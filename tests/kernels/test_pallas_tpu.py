@@ -20,12 +20,7 @@ from kernels.backends.tile_ranges import key_ranges
 from kernels.backends.tpu import launch as pallas_tpu
 from kernels.backends.tpu.backward_dq import STREAMED
 from kernels.backends.tpu.backward_tile import BackwardTile
-from kernels.backends.tpu.block_sizes import (
-    TPU_FORWARD,
-    TPU_RECORDS,
-    Cut,
-    TpuBlocks,
-)
+from kernels.backends.tpu.block_sizes import TPU_FORWARD, TPU_RECORDS, Cut, TpuBlocks
 from kernels.backends.tpu.bounds import Diagonals, RowBounds
 from kernels.backends.tpu.launch import Launch
 from kernels.backends.tpu.vector import UPRIGHT
