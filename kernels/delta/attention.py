@@ -149,15 +149,13 @@ def _of_shard(
 def convolved(
     qkv: Any, before: Any, kernels: Triple, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns q and k, normalised and for all heads of v, and v: float32.
+    """Returns q and k, normalised, and v: float32.
 
     As of `short_convolution`; queries are scaled by D^-0.5.
     """
     parts = zip(qkv, before, kernels, strict=True)
     q, k, v = (short_convolution(*part, positions) for part in parts)
-    shared = v.shape[-2] // k.shape[-2]
-    q, k = (jnp.repeat(normalised(x), shared, axis=-2) for x in (q, k))
-    return q * q.shape[-1] ** -0.5, k, v
+    return normalised(q) * q.shape[-1] ** -0.5, normalised(k), v
 
 
 def advance(

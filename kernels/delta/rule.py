@@ -36,7 +36,8 @@ def gated_delta(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what queries read, (…, T, H, W) float32, and the state after all tokens.
 
-    q, k: (…, T, H, D), normalised. v: (…, T, H, V). log_decay: (…, T, H), at most 0.
+    q, k: (…, T, K, D), normalised; K divides H. v: (…, T, H, V). log_decay: (…, T, H),
+      at most 0.
     beta: (…, T, H), from 0 to 1. A token with both 0 leaves the state as it is.
     is_first: bool (…, T), tokens of which the state is zero before they write.
     state: (…, H, D, W), or what becomes that, before the first token. Of columns beyond
@@ -46,7 +47,9 @@ def gated_delta(
     tokens = q.shape[-3]
     size = min(CHUNK, tokens)
     lead = q.ndim - 3  # axes before the tokens
-    state = jnp.broadcast_to(state, (*q.shape[:lead], q.shape[-2], depth, values))
+    heads = v.shape[-2]
+    q, k = (jnp.repeat(x, heads // x.shape[-2], axis=-2) for x in (q, k))
+    state = jnp.broadcast_to(state, (*q.shape[:lead], heads, depth, values))
     is_first = is_first[..., None]  # (…, T, 1), of all heads
     terms = _chunk_terms(
         _cut(q, lead, size),
