@@ -318,6 +318,7 @@ class Run[Sizes: DecoderConfig](abc.ABC):
             ring_axes=partition.axes("ring"),
             ulysses_axis="ulysses" if "ulysses" in partition.mesh.shape else None,
             segment=self.config.delta_segment_tokens,
+            implementation=self.implementation,
         )
 
     @property

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
+from ..backends import check_implementation
 from ..checks import checked_axes
 from ..layouts import Layout, check_length
 from ..placement import resharded
 from ..precision import product
+from . import tpu
 from .rule import after, gated_delta, normalised, short_convolution
 from .runs import SAVED, Runs
 from .segments import gated_delta_in_segments
@@ -36,13 +38,19 @@ def make_delta_attention(
     head_axis: str | tuple[()] | None = None,
     ulysses_axis: str | None = None,
     segment: int = 0,
+    implementation: str | Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Builds the mixing on global arrays; arguments as of `make_ring_attention`.
+
+    implementation: None, or "pallas_tpu", for the kernels on a TPU, and the rule in XLA
+      where they cannot be; any other backend's name for XLA; or a function with the
+      signature of `gated_delta`, which it gets in the type of v.
 
     A device's tokens must be runs of consecutive ones, each as long at least as what
     the convolution reads before a token: contiguous shards, zigzag, or wide stripes.
 
-    segment: tokens of a run whose terms the backward holds at a time; 0 for all.
+    segment: tokens of a run whose terms the backward holds at a time, in XLA; 0 for
+      all. The kernels hold those of a chunk.
 
     Returns:
       mix(qkv, kernels, log_decay, beta, positions, with_state=False) -> out, or out and
@@ -52,7 +60,10 @@ def make_delta_attention(
       in the tokens' documents, whose first tokens see no token and no state before
       them. out: (B, T, H, V), in the type of v.
     """
+    if not callable(implementation):
+        check_implementation(implementation)
     axes = checked_axes(mesh, ring_axes, batch_axes, head_axis, ulysses_axis)
+    choose_rule = functools.partial(_chosen_rule, implementation, segment)
     ring = math.prod(mesh.shape[axis] for axis in axes.ring)
     slices = math.prod(mesh.shape[axis] for axis in axes.tokens) // ring
 
@@ -72,7 +83,7 @@ def make_delta_attention(
         specs = (array,) * 3, (kernel,) * 3, array, array, PartitionSpec(*array[:2])
         state = PartitionSpec(axes.batch, axes.heads)
         sharded = jax.shard_map(
-            functools.partial(_of_shard, runs, segment, with_state),
+            functools.partial(_of_shard, runs, choose_rule, with_state),
             mesh=mesh,
             in_specs=specs,
             out_specs=(array, state) if with_state else array,
@@ -110,9 +121,30 @@ def checked_runs(
     return runs
 
 
+def _chosen_rule(
+    implementation: str | Callable[..., Any] | None,
+    segment: int,
+    keys: tuple[int, ...],
+    values: int,
+    dtype: jnp.dtype,
+) -> tuple[Callable[..., Any], jnp.dtype]:
+    """Returns the rule for a problem, and the type in which it gets q, k and v.
+
+    Arguments as of `make_delta_attention` and `tpu.best`.
+    """
+    if callable(implementation):
+        return implementation, dtype
+    in_xla = implementation not in (None, "pallas_tpu")
+    kernel = None if in_xla else tpu.best(keys, values, dtype)
+    if kernel is None:
+        in_segments = functools.partial(gated_delta_in_segments, segment)
+        return in_segments, jnp.dtype(jnp.float32)
+    return kernel, dtype
+
+
 def _of_shard(
     runs: Runs,
-    segment: int,
+    choose_rule: Callable[..., tuple[Callable, jnp.dtype]],
     with_state: bool,
     qkv: Triple,
     kernels: Triple,
@@ -130,9 +162,10 @@ def _of_shard(
     is_alone = runs.devices == 1
     # Of the state before a run, if it is not known, the identity stands for it.
     start = jnp.eye(depth, values + depth * (not is_alone), values)
-    out, state = gated_delta_in_segments(
-        segment, q, k, v, log_decay, beta, positions == 0, start
-    )
+    rule, operand_type = choose_rule(k.shape, values, qkv[2].dtype)
+    q, k, v = (x.astype(operand_type) for x in (q, k, v))
+    out, state = rule(q, k, v, log_decay, beta, positions == 0, start)
+    out = out.astype(jnp.float32)
     if not is_alone:
         maps = state
         starts = runs.states(maps)  # (B, slots, H, D, V), before each run

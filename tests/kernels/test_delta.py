@@ -143,13 +143,20 @@ def answer(function: Any, operands: Any, ahead: Any) -> Any:
 )
 def test_rings_give_what_tokens_give_one_by_one(layout, ring, slices, rng):
     """In float64: results, state, and all gradients, through heads of zeros too."""
+    check_ring(layout, ring, slices, rng)
+
+
+def check_ring(
+    layout: Layout, ring: int, slices: int, rng: np.random.Generator, **options: Any
+) -> None:
+    """Compares a ring with one token after the other. options: of the mixing."""
     operands, positions, ahead = problem(rng)
     with jax.enable_x64():
         one_by_one = functools.partial(token_by_token, positions=positions)
         wanted = answer(one_by_one, operands, ahead)
     order = functools.partial(permute, layout=layout, ring_size=ring)
     mix = make_delta_attention(
-        ring_mesh(ring, slices), layout=layout, ulysses_axis="ulysses"
+        ring_mesh(ring, slices), layout=layout, ulysses_axis="ulysses", **options
     )
 
     def ours(operands: Any) -> Any:
@@ -203,6 +210,11 @@ def test_runs_that_cannot_be_are_refused(layout, ring, slices, said):
     )
     with pytest.raises(ValueError, match=said):
         jax.eval_shape(mix, *shapes(40))
+
+
+def test_unknown_implementations_are_refused():
+    with pytest.raises(ValueError, match="implementation='cuda' is not one of"):
+        make_delta_attention(ring_mesh(1), layout=Contiguous(), implementation="cuda")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
