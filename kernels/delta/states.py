@@ -9,12 +9,13 @@ from ..cost.clock import FLOAT32
 from ..devices.chips import Chip
 from .rule import CHUNK
 from .runs import Runs
+from .tpu import SIZES
 
 TPU_SLOWER = 6
 """Times that a float32 product takes as long as one of bfloat16: a TPU's passes."""
 
 TPU_SHARE = 0.2
-"""Of the rate of these that XLA's program reaches on a TPU without `CYCLES`."""
+"""Of the rate of these that XLA's program reaches on a TPU, without the kernels."""
 
 GPU_SLOWER = 15
 """The same on an H100 or H200: its float32 units beside its tensor cores."""
@@ -82,12 +83,16 @@ class States:
 
     def computing(self, chip: Chip) -> tuple[float, float]:
         """Returns the seconds of the rule's forward and of its backward."""
-        if chip.name in CYCLES:
+        if chip.name in CYCLES and {self.depth, self.values} <= set(SIZES):
             cycles = CYCLES[chip.name]
             # Of other sizes by their products, beside those of the row.
-            chunks = self.flops / PART.flops
-            second = chip.bundles_per_second / cycles.stalls
-            return chunks * cycles.forward / second, chunks * cycles.backward / second
+            chunks = self.flops / PART.flops / chip.bundles_per_second
+            forward = chunks * cycles.forward
+            backward = chunks * cycles.backward
+            if stalls := dict(chip.stalls):  # of full tiles of attention
+                forward *= stalls["forward"][0]
+                backward *= stalls.get("backward", stalls["forward"])[0]
+            return forward, backward
         is_tpu = chip.name.startswith("TPU")
         slower = TPU_SLOWER / TPU_SHARE if is_tpu else GPU_SLOWER
         products = slower * self.flops / chip.peak_flops
@@ -95,21 +100,22 @@ class States:
 
 
 class Cycles(NamedTuple):
-    """Cycles of a core for PART: a chunk of a head of 128, with its map.
+    """Bundles of a core for PART: a chunk of a head of 128, with its map.
 
-    Of a kernel, its bundles for that; stalls: times as long as these take.
+    forward: where gradients follow. backward: without the forward before it.
     """
 
     forward: float
     backward: float
-    stalls: float = 1.0
 
 
 PART = States(Runs((), CHUNK, 1, ((0, 0), (1, 0))), 1, 1, 128, 128, 0)
 """What `Cycles` are of: one head's chunk, with a run on another device."""
 
 CYCLES = {
-    "TPU v5p": Cycles(12_200, 29_300),
-    "TPU v6e": Cycles(5_640, 15_700),
+    "TPU v5e": Cycles(2511, 4451),
+    "TPU v5p": Cycles(2535, 4406),
+    "TPU v6e": Cycles(1665, 2349),
+    "TPU7x": Cycles(1638, 2266),
 }
-"""Of XLA's programs, by its own estimates: results/2026-11-29-hybrids.md."""
+"""Of the kernels, half of what two heads take: results/2026-11-29-delta-kernel.md."""

@@ -357,12 +357,15 @@ def test_products_of_states_are_counted_and_timed():
 def test_the_rule_takes_the_cycles_of_its_chunks(monkeypatch):
     """32 heads, 64 chunks; of half of a head's columns, by the products."""
     runs = Runs.of(Contiguous(), 2, 2 * 64 * CHUNK)
-    chip = chips.find("TPU v6e")
+    chip = chips.find("TPU7x")
     rate = chip.bundles_per_second
-    monkeypatch.setitem(CYCLES, "TPU v6e", Cycles(1000, 3000, stalls=1.5))
+    monkeypatch.setitem(CYCLES, "TPU7x", Cycles(1000, 3000))
     heads = States(runs, 1, 32, 128, 128, 0)
-    seconds = 32 * 64 * 1.5 * np.array([1000, 3000]) / rate
+    seconds = 32 * 64 * np.array([1000, 3000]) / rate
     np.testing.assert_allclose(heads.computing(chip), seconds)
+    waiting = heads.computing(chips.stalled(chip))
+    factors = [dict(chips.STALLS["TPU7x"])[name][0] for name in ("forward", "backward")]
+    np.testing.assert_allclose(waiting, seconds * factors)
     narrow = States(runs, 1, 32, 128, 64, 0)
     share = narrow.flops / heads.flops
     np.testing.assert_allclose(narrow.computing(chip), share * seconds)
