@@ -73,7 +73,8 @@ FIELDS = dict(
         # a multiple of 8 (bytes: 264).
         vocab_size=0,
         hidden_size=2048,  # width of the residual stream
-        feed_forward_size=5504,  # width between the feed-forward's matrices
+        # Width between the feed-forward's matrices, or those of each expert.
+        feed_forward_size=5504,
         num_layers=22,  # decoder layers
         num_heads=16,  # query heads
         num_kv_heads=16,  # key/value heads; num_heads must be a multiple
@@ -103,7 +104,16 @@ FIELDS = dict(
         norms="before",  # "before" attention and feed-forward, "after", or "both"
         norm_unit_offset=False,  # norms multiply by 1 + scale
         residual_scale=1.0,  # factor on what attention and feed-forward add
-        activation="silu",  # of the feed-forward's gate: "silu" or "gelu_tanh"
+        # Of the feed-forward's gate: "silu" or "gelu_tanh"; or "clamped", of gpt-oss.
+        activation="silu",
+        experts=0,  # feed-forwards of a layer; 0: one, which all tokens take
+        experts_per_token=0,  # experts that each token takes
+        # How a token weighs its experts: by a softmax over the "chosen" ones, over
+        # "all", or by "sigmoid", normalised (the choice is by a bias, too).
+        router="chosen",
+        expert_bias=False,  # biases of the router and of experts' matrices
+        shared_expert_size=0,  # width of an expert that all tokens take; 0: none
+        shared_expert_gate=False,  # multiply it by a sigmoid
         tied_embeddings=False,  # the head is the embedding (this and below: text only)
         embedding_scale=1.0,  # factor on embeddings
         logit_scale=1.0,  # factor on logits
@@ -229,6 +239,9 @@ FIELDS = dict(
         # says that there is nothing to do.
         extra_steps=0,
         microbatches=1,  # parts of a batch whose gradients are added up for the update
+        # Factor on the balance loss of experts, a mean over layers (0.001, say; files
+        # of Hugging Face say theirs as router_aux_loss_coef); 0: none.
+        experts_balance=0.0,
         log_every_steps=10,  # steps between printed lines and points of the curves
         validate_every_steps=100,  # steps between validations
         # Batches of held-out rows in a validation; 0: no validation.

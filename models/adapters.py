@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.lora import Lora
 from models.memory import RESIDUAL, Axes, Partition, Weight
-from models.sizes import Lora
 
 FACTORS = "a", "b"
 """Ends of the names of an adapter's parameters: `query_a` and `query_b`."""

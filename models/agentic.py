@@ -177,7 +177,7 @@ class Agent(Decoder[AgentConfig]):
         attend: causal, in the order of the steps' tokens (see `token_index`).
         """
         index = self.token_index(steps.positions)
-        hidden = self.through_layers(self.embed(steps), index, attend)
+        hidden = self.through_layers(self.embed(steps), index, attend).x
         return self.actions(hidden)
 
     def token_index(self, positions: jax.Array) -> jax.Array:

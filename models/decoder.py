@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import Attend, Attention
 from models.delta import DeltaNet, Mix
+from models.experts import Experts
 from models.layers import INITIAL_STDDEV, FeedForward, RMSNorm, matrix, through_stack
 from models.memory import RESIDUAL, Execution, Partition
 from models.rope import Rope, Rotation, rotations
@@ -54,6 +55,23 @@ class DeltaInputs[Result](NamedTuple):
         return self._replace(mix=functools.partial(self.mix, **options))
 
 
+class Stream(NamedTuple):
+    """What passes through the layers.
+
+    x: (B, T, E). loads: float32 (2,), sums over the layers so far of what `Experts`
+      says of their loads; None without experts.
+    """
+
+    x: jax.Array
+    loads: jax.Array | None
+
+    def after(self, x: jax.Array, loads: jax.Array | None) -> "Stream":
+        """Returns what leaves a layer, from its results."""
+        if self.loads is None or loads is None:
+            return Stream(x, None)
+        return Stream(x, self.loads + loads)
+
+
 class DecoderLayer[Heads: (Attention, DeltaNet)](nnx.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); or norms after both."""
 
@@ -71,7 +89,8 @@ class DecoderLayer[Heads: (Attention, DeltaNet)](nnx.Module):
         self.attention: Heads = heads(config, execution, partition, rngs=rngs)
         self.attention_post_norm = _norm(config, "after")
         self.feed_forward_norm = _norm(config, "before")
-        self.feed_forward = FeedForward(
+        make = Experts if config.experts else FeedForward
+        self.feed_forward: FeedForward | Experts = make(
             config, partition, execution.feed_forward_chunk, rngs=rngs
         )
         self.feed_forward_post_norm = _norm(config, "after")
@@ -83,30 +102,38 @@ class DecoderLayer[Heads: (Attention, DeltaNet)](nnx.Module):
         self.feed_forward.chunk = execution.feed_forward_chunk
         return self
 
-    def _after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        """Returns the output of x (B, T, E) and what attention makes of it."""
+    def _after(
+        self, x: jax.Array, attended: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the output of x (B, T, E) and of what attention makes of it.
+
+        And the loads of the experts; None without any.
+        """
         scale = self.residual_scale
         x = x + _scaled(_normalised(self.attention_post_norm, attended), scale)
         normal = _normalised(self.feed_forward_norm, x)
         added = self.feed_forward(normal, self.feed_forward_post_norm)
-        return x + _scaled(added, scale)
+        if isinstance(added, tuple):
+            added, loads = added
+            return x + _scaled(added, scale), loads
+        return x + _scaled(added, scale), None
 
 
 class AttentionLayer(DecoderLayer[Attention]):
     """A decoder layer with attention."""
 
-    def __call__(self, x: jax.Array, inputs: AttentionInputs[jax.Array]) -> jax.Array:
-        """Returns the layer's output, (B, T, E), for x of the same shape."""
-        x = checkpoint_name(x, "layer_input")
+    def __call__(self, stream: Stream, inputs: AttentionInputs[jax.Array]) -> Stream:
+        """Returns what leaves the layer."""
+        x = checkpoint_name(stream.x, "layer_input")
         attended = self.attention(
             x, self.attention_norm, inputs.rotation, inputs.attend
         )
-        return self._after(x, attended)
+        return stream.after(*self._after(x, attended))
 
     def with_cache[Cache](
         self, x: jax.Array, inputs: AttentionInputs[tuple[jax.Array, Cache]]
     ) -> tuple[jax.Array, Cache]:
-        """Returns the same and the cache; has no gradient.
+        """Returns the output of x (B, T, E) and the cache; has no gradient.
 
         All heads are attended to at once.
         """
@@ -114,26 +141,26 @@ class AttentionLayer(DecoderLayer[Attention]):
         attended, cache = self.attention.with_cache(
             normal, inputs.rotation, inputs.attend
         )
-        return self._after(x, attended), cache
+        return self._after(x, attended)[0], cache
 
 
 class DeltaLayer(DecoderLayer[DeltaNet]):
     """A decoder layer with Gated DeltaNet in the place of attention."""
 
-    def __call__(self, x: jax.Array, inputs: DeltaInputs[jax.Array]) -> jax.Array:
-        """Returns the layer's output, (B, T, E), for x of the same shape."""
-        x = checkpoint_name(x, "layer_input")
+    def __call__(self, stream: Stream, inputs: DeltaInputs[jax.Array]) -> Stream:
+        """Returns what leaves the layer."""
+        x = checkpoint_name(stream.x, "layer_input")
         normal = _normalised(self.attention_norm, x)
         mixed = self.attention(normal, inputs.positions, inputs.mix)
-        return self._after(x, mixed)
+        return stream.after(*self._after(x, mixed))
 
     def with_cache[Cache](
         self, x: jax.Array, inputs: DeltaInputs[tuple[jax.Array, Cache]]
     ) -> tuple[jax.Array, Cache]:
-        """Returns the same and the cache; has no gradient."""
+        """Returns the output of x (B, T, E) and the cache; has no gradient."""
         normal = _normalised(self.attention_norm, x)
         mixed, cache = self.attention.with_cache(normal, inputs.positions, inputs.mix)
-        return self._after(x, mixed), cache
+        return self._after(x, mixed)[0], cache
 
 
 def _norm(config: DecoderConfig, side: str) -> RMSNorm | None:
@@ -194,17 +221,28 @@ class Decoder[Config: DecoderConfig](nnx.Module):
         positions: jax.Array,
         attend: Attend,
         mix: Mix | None = None,
-    ) -> jax.Array:
+    ) -> Stream:
         """Returns hidden states of embeddings x, (B, T, E) both, in the compute type.
+
+        And the mean loads of the layers' experts.
 
         positions: int32 (B, T), in the order of x, any. mix: of Gated DeltaNet.
         """
-        runs = self.execution.runs(self.config.num_layers)
+        layers = self.config.num_layers
+        runs = self.execution.runs(layers)
         inputs = self.layer_inputs(positions, attend, mix)
-        x = through_stack(
-            self.layers, runs, inputs, x, self.delta_layers, self.stack_of_kind
+        loads = jnp.zeros(2, jnp.float32) if self.config.experts else None
+        stream = through_stack(
+            self.layers,
+            runs,
+            inputs,
+            Stream(x, loads),
+            self.delta_layers,
+            self.stack_of_kind,
         )
-        return self.norm(x)
+        if stream.loads is not None:
+            loads = stream.loads / layers
+        return Stream(self.norm(stream.x), loads)
 
     @property
     def stack_of_kind(self) -> tuple[int, ...]:
@@ -289,7 +327,7 @@ class LanguageModel(Decoder[LanguageModelConfig]):
         tokens, positions: int32 (B, T), in one order, any; with Gated DeltaNet, `mix`
         knows the order.
         """
-        return self.through_layers(self.embed(tokens), positions, attend, mix)
+        return self.through_layers(self.embed(tokens), positions, attend, mix).x
 
     def head_weight(self) -> jax.Array:
         """Returns the head, (E, V) float32; the embedding's transpose if tied."""

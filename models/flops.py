@@ -7,7 +7,7 @@ those that were done.
 from models.sizes import DecoderConfig, LanguageModelConfig
 
 FEED_FORWARD = "gate", "up", "down"
-"""Matrices that layers of all kinds have."""
+"""Matrices that layers of all kinds have; of experts, one of each for each expert."""
 
 TRAIN_FACTOR = 3
 """Forward and backward together, in forwards."""
@@ -16,7 +16,9 @@ FROZEN_FACTOR = 2
 
 
 def num_matrix_parameters(config: LanguageModelConfig) -> int:
-    """Counts parameters of matrix products: no norms, no embedding look-up.
+    """Counts parameters that a token is multiplied with: of experts, the chosen ones.
+
+    No norms, no embedding look-up.
 
     Where embeddings are tied they are the head, and count.
     """
@@ -24,21 +26,22 @@ def num_matrix_parameters(config: LanguageModelConfig) -> int:
 
 
 def num_layer_matrices(config: DecoderConfig) -> int:
-    """Counts the layers' parameters of matrix products."""
+    """Counts the layers' parameters that a token is multiplied with."""
     total = 0
     for layer in _sides(config):
-        total += sum(inputs * outputs for inputs, outputs in layer.values())
+        for name, (inputs, outputs) in layer.items():
+            total += config.uses(name) * inputs * outputs
     return total
 
 
 def num_adapter_parameters(config: DecoderConfig) -> int:
-    """Counts the parameters of adapters, which are all that is trained then."""
+    """Counts the parameters of adapters that a token is multiplied with."""
     total = 0
     for kind, sides in zip(config.layer_kinds, _sides(config), strict=True):
         for name in config.lora.matrices:
             if name in FEED_FORWARD or not kind.is_delta:
                 inputs, outputs = sides[name]
-                total += config.lora.rank * (inputs + outputs)
+                total += config.uses(name) * config.lora.rank * (inputs + outputs)
     return total
 
 

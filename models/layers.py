@@ -126,15 +126,17 @@ class FeedForward(nnx.Module):
         return norm.with_scale(self.partition.total(y, ("mlp",)), scale)
 
 
-def through_stack(
+def through_stack[Stream](
     layers: nnx.Module,
     runs: Sequence[tuple[Execution, int]],
     inputs: Sequence[object],
-    x: jax.Array,
+    x: Stream,
     others: nnx.Module | None = None,
     stack_of_kind: Sequence[int] = (),
-) -> jax.Array:
+) -> Stream:
     """Maps x through all layers of a stack, a loop for each run: x's shape and type.
+
+    x: an array, or a tree of arrays.
 
     layers: with parameters (layers, …); `to_run` sets one of them to run as a run does.
       Those in the host's memory are copied a layer at a time, again in the backward;
@@ -182,16 +184,16 @@ class _LayerLoop:
     stack_of_kind: Sequence[int]
     reads_slices: bool
 
-    def step(
-        self, run: Execution, x: jax.Array, number: jax.Array, kind: int, own: Any
-    ) -> jax.Array:
+    def step[Stream](
+        self, run: Execution, x: Stream, number: jax.Array, kind: int, own: Any
+    ) -> Stream:
         """Runs layer `number` of its stack; `own`: the slices of its parameters."""
         run_layer = remat(functools.partial(self._layer, run, kind), run.remat)
         return run_layer(x, number, own)
 
-    def _layer(
-        self, run: Execution, kind: int, x: jax.Array, number: jax.Array, own: Any
-    ) -> jax.Array:
+    def _layer[Stream](
+        self, run: Execution, kind: int, x: Stream, number: jax.Array, own: Any
+    ) -> Stream:
         stack = self.stack_of_kind[kind]
         if not self.reads_slices:
             own = jax.tree.map(

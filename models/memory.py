@@ -27,12 +27,19 @@ RESIDUAL: Axes = ("batch", "sequence", None)
 class Partition(Protocol):
     """Places arrays by the names of their axes; see `training.sharding.mesh`."""
 
+    @property
+    def platform(self) -> str: ...
+
     def spec(
         self, names: Axes, shape: tuple[int, ...]
     ) -> jax.sharding.PartitionSpec: ...
 
     def over_shards(
-        self, function: Callable, names: Sequence[Axes], result_names: Axes
+        self,
+        function: Callable,
+        names: Sequence[Axes],
+        result_names: Axes,
+        beside: Axes | None = None,
     ) -> Callable: ...
 
     def gather(
@@ -233,6 +240,9 @@ class Kept:
         if policy in KEEP_PRODUCTS:
             wide = outputs.pop("gate") + outputs.pop("up")
             down = outputs.pop("down")
+            if sizes.experts:  # grouped products are not kept
+                wide = outputs.pop("shared_gate", 0) + outputs.pop("shared_up", 0)
+                outputs.pop("shared_down", 0)
             kept += outputs.pop("output") + sum(outputs.values()) // tensor
             if not 0 < self.feed_forward_chunk < self.tokens:
                 kept += wide // tensor
@@ -308,7 +318,21 @@ class Device:
     flops_per_byte: float
 
 
-def choose_chunk(tokens: int, token_bytes: int, device: Device | None) -> int:
+def feed_forward_bytes(sizes: DecoderConfig, itemsize: int) -> int:
+    """Returns the bytes of a token's wide arrays in a feed-forward's backward.
+
+    Gate, up, their product, and the gradients of the three. Of experts one of each for
+    every one that the token takes, and rows of its hidden states in and out.
+    """
+    width = 6 * sizes.feed_forward_size
+    if sizes.experts:
+        width = sizes.experts_per_token * (width + 4 * sizes.hidden_size)
+    return width * itemsize
+
+
+def choose_chunk(
+    tokens: int, token_bytes: int, device: Device | None, weights: float = 1.0
+) -> int:
     """Chooses how many of a device's tokens to work on at a time; at most all.
 
     As many as make the traffic of the weights' gradient small, which is rewritten for
@@ -317,11 +341,12 @@ def choose_chunk(tokens: int, token_bytes: int, device: Device | None) -> int:
 
     token_bytes: of the wide arrays of a token, and of their gradients.
     device: None where it is not known.
+    weights: how many times those that a token is multiplied with are moved.
     """
     if device is None:
         most = MODEST_CHUNK
     else:
-        enough = device.flops_per_byte / (TRAFFIC_SHARE * FLOPS_PER_BYTE)
+        enough = weights * device.flops_per_byte / (TRAFFIC_SHARE * FLOPS_PER_BYTE)
         enough = 2 ** math.ceil(math.log2(enough))
         held = int(MEMORY_SHARE * device.memory / token_bytes)
         most = max(1, min(enough, held))

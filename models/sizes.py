@@ -10,10 +10,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from models.lora import Lora
 from models.rope import Rope, RopeScaling
 
 NORMS = "before", "after", "both"
-ACTIVATIONS = "silu", "gelu_tanh"
+ACTIVATIONS = "silu", "gelu_tanh", "clamped"
+ROUTERS = "chosen", "all", "sigmoid"
+EXPERT_SIZES = "experts", "experts_per_token", "shared_expert_size"
+"""Sizes of a mixture of experts, 0 without one."""
 QK_NORMS = "", "head", "all"
 WINDOW, FULL, DELTA = "w", "f", "d"
 """Kinds of layers in a pattern; capitals have no RoPE."""
@@ -21,58 +25,6 @@ DELTA_SIZE = "delta_"
 """Begin of the names of Gated DeltaNet's sizes."""
 
 Names = tuple[str, ...]
-
-TARGETS = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "o": "output",
-    "gate": "gate",
-    "up": "up",
-    "down": "down",
-}
-"""Matrices of a layer that may have an adapter: names in a config, and in modules."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Adapters of the matrices of a decoder's layers.
-
-    rank: of all of them; 0 for none. alpha: alpha / rank is a factor on each.
-    targets: names of `TARGETS`, separated by commas.
-    """
-
-    rank: int = 0
-    alpha: float = 16.0
-    targets: str = ",".join(TARGETS)
-
-    def __post_init__(self):
-        errors = []
-        if not 0 <= self.rank < 1 << 31:
-            errors.append(f"rank={self.rank} must be at least 0, and 0 for no adapters")
-        if not 0 < self.alpha < math.inf:
-            errors.append(f"alpha={self.alpha} must be a number above 0")
-        targets = self.targets.split(",")
-        has_doubles = len(set(targets)) < len(targets)
-        if has_doubles or not set(targets) <= TARGETS.keys():
-            errors.append(
-                f"targets={self.targets!r} must be some of {','.join(TARGETS)}, each "
-                "once, separated by commas"
-            )
-        if errors:
-            raise ValueError("; ".join(errors))
-
-    @property
-    def scale(self) -> float:
-        """Returns the factor on what adapters give; 0 without any."""
-        return self.alpha / self.rank if self.rank else 0.0
-
-    @property
-    def matrices(self) -> list[str]:
-        """Returns the matrices that have adapters, by their names in `TARGETS`."""
-        if not self.rank:
-            return []
-        return [TARGETS[name] for name in self.targets.split(",")]
 
 
 @dataclass(frozen=True)
@@ -110,7 +62,15 @@ class DecoderConfig:
     norms: "before" attention and feed-forward, "after" them, or "both".
     norm_unit_offset: whether norms multiply by 1 + scale.
     residual_scale: factor on what attention and feed-forward add to their input.
-    activation: of the feed-forward's gate, "silu" or "gelu_tanh".
+    activation: of the feed-forward's gate, "silu" or "gelu_tanh"; of experts also
+      "clamped", see `models.experts`.
+    experts: feed-forwards of a layer, of which a token takes experts_per_token; 0 for
+      one that all tokens take.
+    router: how a token weighs its experts: by a softmax over the "chosen" ones, over
+      "all", or by "sigmoid", normalised, and chosen with a bias.
+    expert_bias: whether the router and the experts have biases.
+    shared_expert_size: width of an expert that all tokens take; 0 for none.
+    shared_expert_gate: whether it is multiplied by a sigmoid.
     lora: adapters of the layers' matrices, which are frozen then, as all the rest is.
     """
 
@@ -142,6 +102,12 @@ class DecoderConfig:
     norm_unit_offset: bool = False
     residual_scale: float = 1.0
     activation: str = "silu"
+    experts: int = 0
+    experts_per_token: int = 0
+    router: str = "chosen"
+    expert_bias: bool = False
+    shared_expert_size: int = 0
+    shared_expert_gate: bool = False
     rope_scaling: RopeScaling = RopeScaling()
     lora: Lora = Lora()
 
@@ -186,6 +152,7 @@ class DecoderConfig:
         wrong = []
         for size in fields(self):
             may_be_0 = size.name == "window" or size.name.startswith(DELTA_SIZE)
+            may_be_0 |= size.name in EXPERT_SIZES
             if size.type is int and not may_be_0:
                 value = getattr(self, size.name)
                 if not 0 < value < 1 << 31:
@@ -203,6 +170,7 @@ class DecoderConfig:
             ("norms", NORMS),
             ("activation", ACTIVATIONS),
             ("qk_norm", QK_NORMS),
+            ("router", ROUTERS),
         ):
             if getattr(self, name) not in known:
                 must = ", ".join(map(repr, known))
@@ -214,6 +182,7 @@ class DecoderConfig:
                 f"capitals where they have no RoPE, and {DELTA!r} for Gated DeltaNet"
             )
         errors += self._wrong_delta()
+        errors += self._wrong_experts()
         has_windows = WINDOW in self.layer_pattern.lower()
         if has_windows != (self.window > 0) or self.window < 0:
             errors.append(
@@ -254,6 +223,40 @@ class DecoderConfig:
             ]
         return []
 
+    def _wrong_experts(self) -> list[str]:
+        """Returns a message for each part of experts that does not go with the rest."""
+        errors = []
+        chosen = self.experts_per_token
+        if not min(self.experts, 1) <= chosen <= self.experts:
+            least = min(self.experts, 1)
+            errors.append(
+                f"experts_per_token={chosen} must be from {least} to "
+                f"experts={self.experts}"
+            )
+        parts = {
+            "router": self.router != ROUTERS[0],
+            "expert_bias": self.expert_bias,
+            "shared_expert_size": self.shared_expert_size != 0,
+            "activation": self.activation == "clamped",
+        }
+        given = [f"{name}={getattr(self, name)!r}" for name in parts if parts[name]]
+        if given and not self.experts:
+            errors.append(f"{', '.join(given)} must have experts of at least 1, got 0")
+        if self.shared_expert_size < 0:
+            errors.append(
+                f"shared_expert_size={self.shared_expert_size} must be at least 0"
+            )
+        if self.shared_expert_gate and not self.shared_expert_size:
+            errors.append(
+                "shared_expert_gate=True must have shared_expert_size of at least 1"
+            )
+        return errors
+
+    def uses(self, matrix: str) -> int:
+        """Returns how many matrices of this name a token is multiplied with."""
+        of_experts = matrix in ("gate", "up", "down") and self.experts
+        return self.experts_per_token if of_experts else 1
+
     def matrix_sides(self, is_delta: bool = False) -> dict[str, tuple[int, int]]:
         """Returns the number of inputs and of outputs of a layer's matrices, by name.
 
@@ -274,7 +277,15 @@ class DecoderConfig:
             into = {"query": queries, "key": keys, "value": keys}
         sides = {name: (embed, size) for name, size in into.items()}
         sides |= {"gate": (embed, wide), "up": (embed, wide)}
-        return sides | {"output": (heads, embed), "down": (wide, embed)}
+        sides |= {"output": (heads, embed), "down": (wide, embed)}
+        if self.experts:
+            sides["router"] = (embed, self.experts)
+        if shared := self.shared_expert_size:
+            sides |= {"shared_gate": (embed, shared), "shared_up": (embed, shared)}
+            sides["shared_down"] = (shared, embed)
+        if self.shared_expert_gate:
+            sides["shared_weight"] = (embed, 1)
+        return sides
 
     @property
     def rotary_dim(self) -> int:

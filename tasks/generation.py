@@ -32,7 +32,8 @@ from tasks.state import abstract_parameters
 from tasks.systems import prepare_devices
 from tasks.text import TextRun
 from training.saved.weights import SavedParameters
-from training.sharding.mesh import Partition, StationaryPartition
+from training.sharding.mesh import Partition
+from training.sharding.stationary import StationaryPartition
 
 SCORE_BYTES = 1 << 28
 """Of the scores of a block of new tokens in a layer, on a device, at most."""

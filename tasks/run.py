@@ -8,6 +8,7 @@ tools and `tasks`, no module reads a config.
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -221,6 +222,8 @@ class Run[Sizes: DecoderConfig](abc.ABC):
                 f"make it a multiple of {parts}, the next is "
                 f"{max(1, -(-rows // parts)) * parts}"
             )
+        if not 0 <= config.train.experts_balance < math.inf:
+            wrong.append(f"{config.train.experts_balance=} must be at least 0")
         if reach := max(config.model.delta_convolution - 1, 0):
             partition = self.partition
             ring_size = partition.ring_size

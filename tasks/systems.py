@@ -24,6 +24,7 @@ from models.memory import (
     Execution,
     Kept,
     choose_chunk,
+    feed_forward_bytes,
 )
 from models.sizes import WINDOW
 from tasks.config_errors import names_fields
@@ -245,9 +246,10 @@ def chosen_execution(
         chunk = execution.feed_forward_chunk
         is_chunked = attention_system(config).chunked
         if chunk == 0 and is_chunked and policy not in KEEP_PRODUCTS:
-            # Gate, up, their product, and the gradients of the three.
-            width = 6 * kept.itemsize * config.model.feed_forward_size
-            chunk = choose(token_bytes=width // kept.tensor)
+            sizes = config.model
+            size = feed_forward_bytes(sizes, kept.itemsize)
+            moved = max(1, sizes.experts) / max(1, sizes.experts_per_token)
+            chunk = choose(token_bytes=size // kept.tensor, weights=moved)
         return dataclasses.replace(execution, remat=policy, feed_forward_chunk=chunk)
 
     budget = config.remat_budget_gib * 2**30

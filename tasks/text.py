@@ -15,9 +15,10 @@ from kernels.masks import Visible
 from models.abstract import Model, joined
 from models.decoder import LanguageModel
 from models.flops import paper_train_flops, train_flops
+from models.lora import Lora
 from models.losses import Parts, cross_entropy
 from models.rope import RopeScaling
-from models.sizes import LanguageModelConfig, Lora
+from models.sizes import LanguageModelConfig
 from tasks import corpora
 from tasks.config_errors import names_fields
 from tasks.layout_choice import ChoosingRun
@@ -26,7 +27,7 @@ from tasks.programs import identify_frozen
 from tasks.state import identity
 from training.reports.metrics import StepWork
 from training.sharding.feed import host_blocks
-from training.step import Counts, count_tokens
+from training.step import Counts, Losses, count_tokens
 
 identify = corpora.identify
 
@@ -77,7 +78,17 @@ class TextRun(ChoosingRun[LanguageModelConfig]):
     def objective(self) -> Objective:
         windows = self.sizes.attention_windows
         count = functools.partial(count_tokens, windows=windows)
-        return Objective(self.loss_function(), count)
+        if not self.sizes.experts:
+            return Objective(self.loss_function(), count)
+        losses = self._losses()
+
+        def balanced(parameters: Any, batch: OnMesh, rest: Any = None) -> Losses:
+            loss, loads = losses(parameters, batch, rest)
+            balance, busiest = batch.loss_weights.sum() * loads
+            figures = {"experts_balance": balance, "experts_busiest": busiest}
+            return Losses(loss, self.config.train.experts_balance * balance, figures)
+
+        return Objective(balanced, count)
 
     @functools.cached_property
     def held_out(self) -> Objective:
@@ -99,16 +110,28 @@ class TextRun(ChoosingRun[LanguageModelConfig]):
         Raises:
           ValueError: an unknown implementation.
         """
+        losses = self._losses(parts)
+
+        def loss_sum(parameters: Any, batch: OnMesh, rest: Any = None) -> jax.Array:
+            return losses(parameters, batch, rest)[0]
+
+        return loss_sum
+
+    def _losses(self, parts: Parts | None = None) -> Callable[..., tuple]:
+        """Builds `loss_function`, which also returns the loads of experts, if any."""
         attend = self.attention
         model = self.model
         chunk = self.execution.loss_chunk
 
-        def loss_sum(parameters: Any, batch: OnMesh, rest: Any = None) -> jax.Array:
+        def losses(
+            parameters: Any, batch: OnMesh, rest: Any = None
+        ) -> tuple[jax.Array, jax.Array | None]:
             module = nnx.merge(model.structure, joined(parameters, rest or {}))
             see_visible = functools.partial(attend, visible=visible(batch))
-            hidden = module(batch.tokens, batch.positions, see_visible, self.mix)
-            return cross_entropy(
-                hidden,
+            x = module.embed(batch.tokens)
+            stream = module.through_layers(x, batch.positions, see_visible, self.mix)
+            loss = cross_entropy(
+                stream.x,
                 module.head_weight(),
                 batch.targets,
                 batch.loss_weights,
@@ -117,8 +140,9 @@ class TextRun(ChoosingRun[LanguageModelConfig]):
                 chunk=chunk,
                 partition=self.partition,
             )
+            return loss, stream.loads
 
-        return loss_sum
+        return losses
 
     def work(self, tokens: float, pairs: float) -> StepWork:
         data = self.config.data

@@ -27,9 +27,10 @@ from configs import (
 )
 from data.text.tokens.token_file import TokenFileWriter
 from kernels.layouts import check_length
+from models.lora import Lora
 from models.memory import REMAT_POLICIES, Execution
 from models.rope import RopeScaling
-from models.sizes import LanguageModelConfig, Lora
+from models.sizes import LanguageModelConfig
 from tasks import run_config, systems, task, text
 from tasks.command_line import read_config
 from tasks.config_errors import OTHER_NAMES, fields_by_name, in_words_of

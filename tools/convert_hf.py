@@ -20,7 +20,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,9 @@ from data.progress import progress
 from data.remote import as_path
 from data.text.tokens.tokenizer_files import read_chat_template, write_tokenizer
 from models.abstract import Model
+from models.lora import Lora
 from models.rope import RopeScaling
-from models.sizes import LanguageModelConfig, Lora
+from models.sizes import LanguageModelConfig
 from tasks import corpora, run_config, state
 from tasks.command_line import Parser, as_program
 from tasks.text import TextRun
@@ -97,6 +98,8 @@ def import_model(
             config = hf_config.model_config(fields)
             if fields["model_type"] in hf_config.WITH_IMAGES:
                 left_out = files.rename(names.text_name)
+            if widened := files.dequantise():
+                print(f"dequantised: {widened} tensors of MXFP4, which are float32 now")
             if config.num_layers > len(files.shapes):  # before their names are made
                 raise ValueError(
                     f"config.json has num_hidden_layers={config.num_layers}, but the "
@@ -105,7 +108,7 @@ def import_model(
                 )
             settings = _settings(config, workdir=str(workdir))
         run = TextRun(settings, partition)
-        tensors = _weights(run.model, fields)
+        tensors = _weights(run.model, fields, files.shapes)
         parameters = load(files, tensors, run.model, partition, described_by)
     save_parameters(workdir, parameters, run.fingerprint)
     run_config.write(settings)
@@ -201,11 +204,17 @@ def _copy_companions(original: Path, directory: Path) -> None:
             shutil.copyfile(file, directory / file.name)
 
 
-def _weights(model: Model, fields: Mapping[str, Any]) -> tuple[Weight, ...]:
-    """Returns where the files that a config describes keep each parameter."""
+def _weights(
+    model: Model, fields: Mapping[str, Any], tensors: Iterable[str] = ()
+) -> tuple[Weight, ...]:
+    """Returns where the files that a config describes keep each parameter.
+
+    tensors: their names, if there are files.
+    """
     if "peft_type" in fields:
         return adapters.weights_of(model)
-    return names.weights_of(model, hf_config.fused(fields))
+    form = hf_config.experts_form(fields, tensors)
+    return names.weights_of(model, hf_config.fused(fields), form)
 
 
 def _write_own_tokenizer(workdir: str, directory: Path, fields: dict[str, Any]) -> str:
@@ -313,13 +322,14 @@ def _tensors(
         for weight in below:
             tree = traverse_util.unflatten_dict({weight.path: leaves[weight.path]})
             parameters += jax.tree.leaves(saved.restore(tree))
-        for layer, name in enumerate(below[0].names):
+        first = below[0]
+        counted = np.ndindex(parameters[0].shape[: first.stacked])
+        for index, name in zip(counted, first.names, strict=True):
             parts = [
-                weight.to_stored(np.asarray(p[layer] if weight.is_stacked else p))
+                weight.to_stored(np.asarray(p[index]))
                 for weight, p in zip(below, parameters, strict=True)
             ]
-            whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-            tensor = _narrowed(whole, dtype, name)
+            tensor = _narrowed(first.join(parts), dtype, name)
             bar.update(tensor.nbytes)
             yield name, tensor
 

@@ -12,7 +12,20 @@ from training.saved.digest import device_digest
 from training.update.at_once import Optimizer, float32, global_norm
 from training.update.guard import GuardState, Replay, initial_guard, judge
 
-LossFunction = Callable[..., jax.Array]
+
+class Losses(NamedTuple):
+    """The losses of a batch, and what a model says of itself beside them.
+
+    losses: weighted and summed, a scalar or (parts,). beside: scalar, minimised with
+      them. figures: scalars, metrics by name. Both times the batch's summed weights.
+    """
+
+    losses: jax.Array
+    beside: jax.Array
+    figures: dict[str, jax.Array]
+
+
+LossFunction = Callable[..., jax.Array | Losses]
 """From parameters, a batch and frozen parameters to the weighted sum of its losses.
 
 Frozen are those that are not trained: nothing, where all are. The sum is a scalar, or
@@ -104,14 +117,14 @@ def make_train_step(
     Metrics: `loss` (mean per weight: nats of a token, say), `grad_norm`, `tokens` and
     `pairs` (see `Counts`), and of updates skipped so far `skipped` and
     `skipped_in_row`; where the loss has parts, `loss_parts`, the mean of each, nan for
-    one without weight.
+    one without weight; and the figures of `Losses`.
     """
 
     def train_step(
         state: TrainState, batch: Any, *frozen: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         tokens, pairs, weights = count(batch)
-        loss, losses, grads = _mean_gradients(
+        loss, losses, figures, grads = _mean_gradients(
             loss_sum, state.params, batch, frozen, microbatches, weights
         )
         # Before clipping: what the guard judges is what the batch gave.
@@ -127,6 +140,7 @@ def make_train_step(
             "pairs": pairs,
             "skipped": guard.skipped.astype(jnp.float32),
             "skipped_in_row": guard.skipped_in_row.astype(jnp.float32),
+            **figures,
         }
         if losses.ndim:
             metrics["loss_parts"] = losses / weights
@@ -146,7 +160,7 @@ def make_replay(
 
     def replay(params: Any, batch: Any, *frozen: Any) -> Replay:
         weights = count(batch).weights
-        loss, _, grads = _mean_gradients(
+        loss, _, _, grads = _mean_gradients(
             loss_sum, params, batch, frozen, microbatches, weights
         )
         norm = global_norm(grads)
@@ -161,8 +175,10 @@ def make_evaluate_step(
     """Builds `evaluate(params, batch, *frozen) -> (summed losses, summed weights)`."""
 
     def evaluate(params: Any, batch: Any, *frozen: Any) -> tuple[jax.Array, jax.Array]:
+        losses = loss_sum(params, batch, *frozen)
+        assert isinstance(losses, jax.Array)  # nothing beside, as nothing is trained
         # Sums of both: batches count by what they hold, not each as one.
-        return loss_sum(params, batch, *frozen), count(batch).weights
+        return losses, count(batch).weights
 
     return evaluate
 
@@ -174,34 +190,41 @@ def _mean_gradients(
     frozen: tuple,
     microbatches: int,
     weights: jax.Array,
-) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns the mean loss by weight, the sums of its parts, and its gradients."""
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], Any]:
+    """Returns the mean loss by weight, the sums of its parts, figures, and gradients.
+
+    Gradients are of all that is minimised, and the loss is that of the losses alone.
+    """
     # By the whole batch's weight, also in microbatches: a mean of their means would
     # weigh a token more, the more padding is beside it.
     weight = weights.sum()
     mean = 1 / jnp.where(weight > 0, weight, 1)
 
-    def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        losses = loss_sum(params, batch, *frozen)
-        return mean * losses.sum(), losses
+    def mean_loss(params: Any, batch: Any) -> tuple[jax.Array, tuple[jax.Array, dict]]:
+        given = loss_sum(params, batch, *frozen)
+        if isinstance(given, Losses):
+            total = given.losses.sum() + given.beside
+            figures = {name: mean * value for name, value in given.figures.items()}
+            return mean * total, (given.losses, figures)
+        return mean * given.sum(), (given, {})
 
     value_and_grad = jax.value_and_grad(mean_loss, has_aux=True)
     if microbatches == 1:
-        (_, losses), grads = value_and_grad(params, batch)
-        return mean * losses.sum(), losses, grads
+        (_, (losses, figures)), grads = value_and_grad(params, batch)
+        return mean * losses.sum(), losses, figures, grads
 
     def add(sums: Any, part: Any) -> tuple[Any, None]:
-        (_, losses), grads = value_and_grad(params, part)
-        return jax.tree.map(jnp.add, sums, float32((losses, grads))), None
+        (_, told), grads = value_and_grad(params, part)
+        return jax.tree.map(jnp.add, sums, float32((told, grads))), None
 
     parts = jax.tree.map(functools.partial(_split_rows, parts=microbatches), batch)
     first = jax.tree.map(lambda x: x[0], parts)
-    losses = jax.eval_shape(loss_sum, params, first, *frozen)
+    _, told = jax.eval_shape(mean_loss, params, first)
     # Sums of bfloat16 gradients would lose what a late microbatch adds.
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (losses, params))
-    (losses, grads), _ = jax.lax.scan(add, zero, parts)
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (told, params))
+    ((losses, figures), grads), _ = jax.lax.scan(add, zero, parts)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-    return mean * losses.sum(), losses, grads
+    return mean * losses.sum(), losses, figures, grads
 
 
 def _split_rows(x: jax.Array, parts: int) -> jax.Array:

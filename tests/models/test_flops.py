@@ -10,7 +10,8 @@ import pytest
 
 from configs import base, models
 from models.flops import num_matrix_parameters, train_flops
-from models.sizes import LanguageModelConfig, Lora
+from models.lora import Lora
+from models.sizes import LanguageModelConfig
 from tasks.text import TextRun
 from tests.cases import table
 from tests.small.models import partition_of

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.adapters import multiply
 from models.layers import through_stack
+from models.lora import Lora
 from models.memory import Execution
-from models.sizes import Lora
 from tests.small.models import assert_same
 from tools.lib.compiled.pods import aot_pod
 

@@ -20,7 +20,7 @@ from tasks.systems import attention_system
 from tasks.text import TextRun
 from tests.small.runs import small_config
 from tools import convert_hf
-from tools.lib.hf.config import WITH_IMAGES, fused, model_config
+from tools.lib.hf.config import WITH_IMAGES, experts_form, fused, model_config
 from tools.lib.hf.names import text_name, weights_of
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import TensorFiles
@@ -33,6 +33,7 @@ NAMES = (
     *("granite", "gemma", "ministral", "seed_oss", "phi3", "qwen3_5"),
     *("phi3_longrope", "ministral3", "qwen3_5_yarn"),
     *("mistral3", "qwen2_5_vl", "qwen3_vl"),
+    *("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "qwen3_5_moe"),
 )
 PROMPT = 16
 """Tokens that were given; those after them follow greedily."""
@@ -73,7 +74,8 @@ def loaded(name: str, model: Model, partition: Partition) -> Any:
     with TensorFiles(DIRECTORY / name) as files:
         if fields(name)["model_type"] in WITH_IMAGES:
             files.rename(text_name)
-        weights = weights_of(model, fused(fields(name)))
+        form = experts_form(fields(name))
+        weights = weights_of(model, fused(fields(name)), form)
         return load(files, weights, model, partition)
 
 

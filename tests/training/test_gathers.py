@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.devices import chips, torus
 from kernels.devices.compiler import compiler_options
 from models.adapters import multiply
-from models.sizes import Lora
+from models.lora import Lora
 from tests.cases.attention import QUICK
 from tests.small.models import Run, assert_same, partition_of, run_on
 from tools.lib.compiled.hlo import Program

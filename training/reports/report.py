@@ -107,6 +107,7 @@ class Report:
         self.say(console_line(step, self.total_steps, metrics | rates))
         parts = [f"loss_{name}" for name in self.parts]
         names = ["grad_norm", *parts, "learning_rate", "skipped"]
+        names += [name for name in metrics if name.startswith("experts_")]
         # TensorBoard sorts groups by name, and unfolds the first two: loss and perf.
         points = {"loss/train": metrics["loss"]}
         points |= {f"train/{name}": metrics[name] for name in names}

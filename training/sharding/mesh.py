@@ -166,6 +166,12 @@ class Partition:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
     @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu" or "tpu"."""
+        device = self.mesh.abstract_mesh.abstract_device
+        return device.platform if device else "cpu"
+
+    @property
     def ring_size(self) -> int:
         """Shards of a sequence to which a layout assigns its tokens."""
         return self.shards("ring")
@@ -243,16 +249,26 @@ class Partition:
         return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY)
 
     def over_shards(
-        self, function: Callable, names: Sequence[Axes], result_names: Axes
+        self,
+        function: Callable,
+        names: Sequence[Axes],
+        result_names: Axes,
+        beside: Axes | None = None,
     ) -> Callable:
         """Runs `function` on every device's shards of its arguments.
 
         names: one tuple of axis names an argument. Inside, a parameter still has to be
         gathered over its "embed" axis: see `gather`.
         result_names: of the one result, whose rank they have; () for a scalar.
+        beside: of a second result, if there is one.
         """
 
-        result = PartitionSpec(*(self.axes(name) or None for name in result_names))
+        def spec(of_result: Axes) -> PartitionSpec:
+            return PartitionSpec(*(self.axes(name) or None for name in of_result))
+
+        result = spec(result_names)
+        if beside is not None:
+            result = result, spec(beside)
 
         def call(*arrays: jax.Array) -> jax.Array:
             named = zip(names, arrays, strict=True)
@@ -334,66 +350,3 @@ class Partition:
     def shard_number(self, name: str) -> jax.Array:
         """Returns, inside `over_shards`, which shard of a logical axis is held here."""
         return jax.lax.axis_index(self.axes(name))
-
-
-@dataclass(frozen=True)
-class StationaryPartition(Partition):
-    """For programs with few tokens: activations travel, and parameters do not.
-
-    Each device multiplies with the shards that it has (weight-stationary, 2211.05102):
-    functions see whole arrays, XLA cuts their products by the shardings of the
-    parameters, and only activations are summed and gathered. The sequence is not
-    sharded, and the batch over `data` alone: `fsdp` cuts the parameters.
-    """
-
-    def over_shards(
-        self, function: Callable, names: Sequence[Axes], result_names: Axes
-    ) -> Callable:
-        """Runs `function` on whole arrays; its result is sharded by its names."""
-        axes = [self._axes_of_result(name) or None for name in result_names]
-        is_hidden = result_names[2:] == (None,)
-        has_columns = any(of_argument[-1:] == ("embed",) for of_argument in names)
-
-        def call(*arrays: jax.Array) -> jax.Array:
-            result = function(*arrays)
-            if is_hidden and has_columns:
-                # Columns first where those of the parameter lie: else XLA may make
-                # the parameter whole, instead of the result.
-                columns = self.mesh_axes("embed", result.shape[-1])
-                result = self._constrained(result, [*axes[:-1], columns or None])
-            return self._constrained(result, axes)
-
-        return call
-
-    def _axes_of_result(self, name: str | None) -> tuple[str, ...]:
-        if name == "batch":
-            return ("data",)
-        return () if name == "sequence" else self.axes(name)
-
-    def _constrained(
-        self, x: jax.Array, axes: Sequence[tuple[str, ...] | None]
-    ) -> jax.Array:
-        sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    def gather(
-        self, shard: jax.Array, axis: int, size: int, dtype: jnp.dtype
-    ) -> jax.Array:
-        return shard
-
-    multiplier = gather
-
-    def vary(self, x: jax.Array, but: Sequence[str | None] = ()) -> jax.Array:
-        return x
-
-    def total(self, x: jax.Array, names: Sequence[str]) -> jax.Array:
-        return x
-
-    def largest(self, x: jax.Array, name: str) -> jax.Array:
-        return x
-
-    def shard_number(self, name: str) -> jax.Array:
-        return jnp.zeros((), jnp.int32)
-
-    def shards(self, name: str | tuple[str, ...]) -> int:
-        return 1 if isinstance(name, str) else super().shards(name)

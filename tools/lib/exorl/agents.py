@@ -21,7 +21,7 @@ from models.actions import Actions
 from models.cache import Cache, empty_cache
 from tasks.exorl import AgentRun
 from tasks.generation import cache_shardings
-from training.sharding.mesh import StationaryPartition
+from training.sharding.stationary import StationaryPartition
 
 
 @dataclass

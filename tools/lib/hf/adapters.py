@@ -13,7 +13,8 @@ from flax import traverse_util
 
 from data.json_text import short
 from models.abstract import Model
-from models.sizes import TARGETS, LanguageModelConfig, Lora
+from models.lora import TARGETS, Lora
+from models.sizes import LanguageModelConfig
 from tasks.state import abstract_parameters, identity
 from tasks.text import TextRun
 from tools.lib.hf.config import WITH_IMAGES, fused

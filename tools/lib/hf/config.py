@@ -1,7 +1,7 @@
 """config.json of a published model, read to the sizes of one here, and written."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data.json_text import short
@@ -40,6 +40,7 @@ WITH_IMAGES = {
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
 }
 """Models of text and images, and the text model that is read, if it says no other."""
@@ -68,7 +69,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     fields = text_fields(fields)
     family = _family(fields)
     wrong = _complaints(fields, family)
-    for name in _SIZES:
+    for name in _sizes(family):
         if fields.get(name) is None and name not in family.may_lack:
             wrong.append(f"{name}=None ({table.MADE_FROM[name].needed})")
     if wrong:
@@ -88,14 +89,16 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     output_bias = values["attention_out_bias"]
     scalar = values["query_pre_attn_scalar"] or head_dim
     scale = float(values["attention_multiplier"] or scalar**-0.5)
-    numbers = {
+    numbers: dict[str, Any] = {
         ours: float(values[theirs])
         for theirs, ours in _NUMBERS.items()
         if values[theirs]
     }
     if family.has_scaled_embeddings:
         numbers["embedding_scale"] = hidden**0.5
-    sizes = _SIZES | DELTA_SIZES if "d" in pattern else _SIZES
+    sizes = _sizes(family) | (DELTA_SIZES if "d" in pattern else {})
+    if "norm_topk_prob" in family.fields:
+        numbers["router"] = "chosen" if values["norm_topk_prob"] else "all"
     config = LanguageModelConfig(
         **{ours: values[theirs] for theirs, ours in sizes.items()},
         num_kv_heads=values["num_key_value_heads"] or heads,
@@ -181,6 +184,16 @@ def fused(fields: Mapping[str, Any]) -> Mapping[str, str]:
     return _family(text_fields(fields)).fused
 
 
+def experts_form(fields: Mapping[str, Any], tensors: Iterable[str] = ()) -> str:
+    """Returns how a model's tensors of experts are kept: a name of `names.EXPERTS`.
+
+    tensors: names of those that there are; of some models files have either form.
+    """
+    form = _family(text_fields(fields)).experts_form
+    is_whole = any(name.endswith(".experts.gate_up_proj") for name in tensors)
+    return "whole" if is_whole and form == "by_expert" else form
+
+
 def not_applied(fields: Mapping[str, Any]) -> list[str]:
     """Returns what a config.json says that is not applied here, as dropouts."""
     fields = text_fields(fields)
@@ -205,7 +218,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in WITH_IMAGES:
-        return fields
+        return _as_published(fields)
     text = fields.get(_TEXT)
     if text is None and "hidden_size" in fields:  # as older versions wrote it
         text = {}
@@ -225,27 +238,50 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"{short(text[name])}"
             )
     own_kind = text.get("model_type", WITH_IMAGES[kind])
-    return {**text, **outer, "model_type": _TEXT_TYPES.get(own_kind, own_kind)}
+    own_kind = _TEXT_TYPES.get(own_kind, own_kind)
+    return _as_published({**text, **outer, "model_type": own_kind})
+
+
+def _as_published(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config.json with the number of experts under the family's own name.
+
+    transformers 5 writes another. And without MXFP4, which is dequantised.
+    """
+    kind = fields.get("model_type")
+    family = table.BY_TYPE.get(kind) if isinstance(kind, str) else None
+    known = dict(fields)
+    if family is None or not family.experts:
+        return known
+    packed = known.get("quantization_config")
+    if isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4":
+        del known["quantization_config"]
+    own = next(name for name in table.EXPERTS if name in family.experts)
+    for other in table.EXPERTS:
+        if own not in known and other in known:
+            known[own] = known.pop(other)
+    return known
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
     kind = fields.get("model_type")
-    for part in (fields, fields.get(_TEXT)):
-        for name in table.EXPERTS:
-            experts = part.get(name) if isinstance(part, Mapping) else None
-            if isinstance(experts, int) and experts > 0:
-                raise ValueError(
-                    f"config.json has {name}={experts} (model_type={short(kind)}): "
-                    "its feed-forward is a mixture of experts, and models here have "
-                    "none"
-                )
-    if isinstance(kind, str) and kind in table.BY_TYPE:
+    if isinstance(kind, str) and kind in table.BY_TYPE and table.BY_TYPE[kind].experts:
         return table.BY_TYPE[kind]
     if isinstance(kind, str) and kind in table.LACKING:
         raise ValueError(
             f"config.json has model_type={kind!r}, which cannot be read: "
             f"{table.LACKING[kind]}"
         )
+    for part in (fields, fields.get(_TEXT)):
+        for name in table.EXPERTS:
+            experts = part.get(name) if isinstance(part, Mapping) else None
+            if isinstance(experts, int) and experts > 0:
+                raise ValueError(
+                    f"config.json has {name}={experts} (model_type={short(kind)}): "
+                    "its feed-forward is a mixture of experts, which is read of "
+                    f"{', '.join(f.model_type for f in table.FAMILIES if f.experts)}"
+                )
+    if isinstance(kind, str) and kind in table.BY_TYPE:
+        return table.BY_TYPE[kind]
     raise ValueError(
         f"config.json has model_type={short(kind)} (only {', '.join(table.BY_TYPE)}, "
         f"and the text of {', '.join(WITH_IMAGES)})"
@@ -295,6 +331,14 @@ def _is_own_program(auto_map: Any, family: Family) -> bool:
     return isinstance(named, str) and named.split(".")[-1] == family.architecture
 
 
+def _sizes(family: Family) -> Mapping[str, str]:
+    """Returns fields of config.json, and of ours, that are one number in a family."""
+    sizes = _SIZES | family.experts
+    if "moe_intermediate_size" in family.experts:  # of its dense layers, if any
+        del sizes["intermediate_size"]
+    return sizes
+
+
 def _rope_kinds(family: Family, fields: Mapping[str, Any]) -> RopeKinds:
     return RopeKinds(
         family.thetas(fields),
@@ -311,15 +355,16 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
     """Returns the fields of config.json that the family's models are made from."""
-    activation = _THEIR_ACTIVATIONS[config.activation]
+    activation = _THEIR_ACTIVATIONS.get(config.activation, "silu")
     scale = config.attention_scale or config.head_dim**-0.5
-    sizes = _SIZES | DELTA_SIZES
+    sizes = _SIZES | DELTA_SIZES | family.experts
     fields = {
         **{name: getattr(config, ours) for name, ours in sizes.items()},
         **{name: getattr(config, ours) or None for name, ours in _NUMBERS.items()},
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "tie_word_embeddings": config.tied_embeddings,
+        "norm_topk_prob": config.router == "chosen",
         "hidden_act": activation,
         "hidden_activation": activation,
         "attention_bias": config.qkv_bias,

@@ -77,11 +77,14 @@ _NAMES = {
     "_sliding_window_pattern max_position_embeddings no_rope_layer_interval "
     "original_max_position_embeddings "
     "full_attention_interval linear_num_key_heads linear_num_value_heads "
-    "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
+    "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
+    "shared_expert_intermediate_size",
     NUMBER: "rms_norm_eps query_pre_attn_scalar attn_logit_softcapping "
     "final_logit_softcapping rope_theta rope_local_base_freq partial_rotary_factor "
     "embedding_multiplier logits_scaling residual_multiplier attention_multiplier",
-    TRUTH: "attention_bias attention_out_bias tie_word_embeddings use_sliding_window",
+    TRUTH: "attention_bias attention_out_bias tie_word_embeddings use_sliding_window "
+    "norm_topk_prob",
     _OBJECT: "rope_scaling rope_parameters",
     _TYPES: "layer_types",
     _SWITCHES: "no_rope_layers",
@@ -121,6 +124,11 @@ ONE_VALUE: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "only float32, bfloat16 and float16 are read"),
     "auto_map": (None, "its own program may compute anything"),
     "lm_head_bias": (False, "heads here have no bias"),
+    "mlp_only_layers": ([], "all layers have experts here, or none"),
+    "decoder_sparse_step": (1, "all layers have experts here, or none"),
+    "router_jitter_noise": (0, "routers here have no noise"),
+    "swiglu_limit": (7, "the clamp is 7 here"),
+    "swiglu_alpha": (1.702, "the factor in the sigmoid is 1.702 here"),
 }
 """Fields that ask for what models here have not, but for this value and null."""
 
@@ -153,7 +161,9 @@ HARMLESS = frozenset(
         "begin_suppress_tokens "
         # Which no program reads, or only one that trains.
         "tf_legacy_loss document_attention language_model_only full_attn_mod "
-        "interpolate_factor"
+        "interpolate_factor initial_context_length experts_per_token "
+        # Of the balance loss, which config.train.experts_balance asks for.
+        "output_router_logits router_aux_loss_coef"
     ).split()
     + list(DROPOUTS)
 )
@@ -181,6 +191,8 @@ class Family:
     ignored: fields of published files that change no logits in this family.
     activations: names of older versions, with those of today.
     fused: matrices that lie in one tensor, by name, and the tensor.
+    experts: of families with them, their sizes of config.json, and ours.
+    experts_form: how their tensors are kept, of `names.EXPERTS`.
     """
 
     model_type: str
@@ -197,6 +209,8 @@ class Family:
     ignored: tuple[str, ...] = ()
     activations: Mapping[str, str] = _NO_FIELDS
     fused: Mapping[str, str] = _NO_FIELDS
+    experts: Mapping[str, str] = _NO_FIELDS
+    experts_form: str = "by_expert"
 
     @functools.cached_property
     def config_class(self) -> Any:
@@ -240,6 +254,12 @@ FUSED = {
 """Matrices of some families that hold others, one below the other."""
 _GEMMA_NORMS = {"norms": "both", "norm_unit_offset": True}
 _OLMO_NORMS = {"norms": "after", "qk_norm": "all"}
+_CHOSEN = {"num_experts_per_tok": "experts_per_token"}
+_EXPERTS = _CHOSEN | {"num_experts": "experts"}
+_LOCAL_EXPERTS = _CHOSEN | {"num_local_experts": "experts"}
+_NARROW_EXPERTS = _EXPERTS | {"moe_intermediate_size": "feed_forward_size"}
+_DRAFTS = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
+_HYBRID = {"qk_norm": "head", "norm_unit_offset": True, "attention_gate": True}
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM"),
@@ -289,11 +309,40 @@ FAMILIES = (
     Family(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        {"qk_norm": "head", "norm_unit_offset": True, "attention_gate": True},
+        _HYBRID,
         older={"partial_rotary_factor": 0.25, "full_attention_interval": 4},
         rotated_part=0.25,
         scalings=("default", "yarn"),
-        ignored=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+        ignored=_DRAFTS,
+    ),
+    Family(
+        "mixtral", "MixtralForCausalLM", experts=_LOCAL_EXPERTS, experts_form="mixtral"
+    ),
+    Family("olmoe", "OlmoeForCausalLM", {"qk_norm": "all"}, experts=_EXPERTS),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": "head"},
+        ignored=("max_window_layers",),
+        experts=_NARROW_EXPERTS,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {"attention_sinks": True, "expert_bias": True, "activation": "clamped"},
+        experts=_LOCAL_EXPERTS,
+        experts_form="gpt_oss",
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _HYBRID | {"shared_expert_gate": True},
+        older={"partial_rotary_factor": 0.25, "full_attention_interval": 4},
+        rotated_part=0.25,
+        scalings=("default", "yarn"),
+        ignored=(*_DRAFTS, "intermediate_size"),
+        experts=_NARROW_EXPERTS
+        | {"shared_expert_intermediate_size": "shared_expert_size"},
     ),
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
@@ -301,7 +350,16 @@ BY_TYPE = {family.model_type: family for family in FAMILIES}
 EXPERTS = "num_experts", "n_routed_experts", "num_local_experts"
 """Fields above 0 where the feed-forward is a mixture of experts."""
 
+_LATENT = "its keys and values are of a latent state (MLA)"
 LACKING = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,
+    "glm4_moe": "its first layers have no experts, and layers here are alike",
+    "glm_moe_dsa": _LATENT,
+    "kimi_k2": _LATENT,
+    "nemotron_h": "its layers have a state space (Mamba)",
+    "qwen3_next": "its linear layers' projections lie interleaved in one tensor",
     "exaone": "its tensors have names of its own",
     "exaone4": "its layers without a window have no RoPE",
     "gemma4": "layers have embeddings of their own, and share keys and values",

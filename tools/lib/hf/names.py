@@ -8,7 +8,7 @@ RoPE (Meta's own files hold the pairs (2i, 2i + 1), and are another format).
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,8 +35,11 @@ class Weight:
     first: row of the tensor that it begins at, below those of other parameters.
     has_gap: whether an axis of 1 is between the outputs and inputs of the tensor.
     numbers: of the layers that have it.
+    experts: of each of which there is a tensor, "{expert}" in its name; 0 otherwise.
+    leading: axes before the inputs that the tensor has, too: 1 of all experts in one.
+    spacing: columns of the tensor from one of these to the next; others lie between.
 
-    Shapes and indices below are those of one layer.
+    Shapes and indices below are those of one tensor.
     """
 
     path: tuple[str, ...]
@@ -46,6 +49,9 @@ class Weight:
     first: int = 0
     has_gap: bool = False
     numbers: tuple[int, ...] = ()
+    experts: int = 0
+    leading: int = 0
+    spacing: int = 1
 
     @property
     def is_stacked(self) -> bool:
@@ -53,41 +59,88 @@ class Weight:
         return "{layer}" in self.name
 
     @property
+    def stacked(self) -> int:
+        """Leading axes of the parameter that count tensors: layers, and experts."""
+        return self.is_stacked + (self.experts > 0)
+
+    @property
     def names(self) -> list[str]:
-        """Names of the tensors, in the order of the layers."""
+        """Names of the tensors, in the order of the layers, and of their experts."""
         if not self.is_stacked:
             return [self.name]
-        return [self.name.format(layer=layer) for layer in self.numbers]
+        names = []
+        for layer in self.numbers:
+            for expert in range(max(1, self.experts)):
+                names.append(self.name.format(layer=layer, expert=expert))
+        return names
+
+    @property
+    def along(self) -> int:
+        """Returns the axis of the tensor along which it holds other parameters too."""
+        return self.leading if self.spacing == 1 else -1
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Returns the shape of the tensor, from that of the parameter."""
+        """Returns the shape of the tensor's part, from that of the parameter."""
         return tuple(map(math.prod, self._sides(shape)))
+
+    def tensor_shape(self, shape: Shape) -> Shape:
+        """Returns the shape of the tensor if no other parameter comes after this."""
+        stored = [*self.stored_shape(shape)]
+        if self.spacing > 1:
+            stored[-1] *= self.spacing
+        else:
+            stored[self.leading] += self.first
+        return tuple(stored)
 
     def stored_index(self, shape: Shape, index: Index) -> Index:
         """Returns the part of the tensor that holds this part of the parameter."""
-        rows, *others = map(_merged, self._sides(index), self._sides(shape))
-        return slice(self.first + rows.start, self.first + rows.stop), *others
+        parts = [*map(_merged, self._sides(index), self._sides(shape))]
+        part = parts[self.along]
+        first = self.first if self.spacing == 1 else 0
+        start = first + part.start * self.spacing
+        parts[self.along] = slice(start, first + part.stop * self.spacing)
+        return tuple(parts)
 
     def from_stored(self, part: np.ndarray, shape: Shape) -> np.ndarray:
         """Views a part of the tensor as a part (of this shape) of the parameter."""
-        return (part.T if self.is_turned else part).reshape(shape)
+        if self.spacing > 1:
+            part = part[..., self.first :: self.spacing]
+        return self._turned(part).reshape(shape)
 
     def to_stored(self, array: np.ndarray) -> np.ndarray:
         """Returns the parameter as the tensor, in the tensor's order in memory."""
         stored = self.stored_shape(array.shape)
         if self.is_turned:
-            return np.ascontiguousarray(array.reshape(stored[::-1]).T)
-        return np.ascontiguousarray(array.reshape(stored))
+            lead = stored[: self.leading]
+            stored = (*lead, *reversed(stored[self.leading :]))
+        return np.ascontiguousarray(self._turned(array.reshape(stored)))
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Returns a tensor of the parameters that it holds, of which this is one."""
+        if len(parts) == 1:
+            return parts[0]
+        if self.spacing == 1:
+            return np.concatenate(parts, self.along)
+        return np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
+
+    def _turned(self, array: np.ndarray) -> np.ndarray:
+        """Reverses the axes after the leading ones, where inputs come last there."""
+        if not self.is_turned:
+            return array
+        leading = range(self.leading)
+        return array.transpose(*leading, *reversed(range(self.leading, array.ndim)))
 
     def _sides(self, axes: tuple) -> list[tuple]:
         """Returns the axes that are one of the tensor's each, in its order."""
+        leading = [(axis,) for axis in axes[: self.leading]]
+        axes = axes[self.leading :]
         sides = [axes[: self.input_axes], axes[self.input_axes :]]
         if self.is_turned:
             sides.reverse()
         sides = [side for side in sides if side]
         if self.has_gap:
             sides.insert(1, ())
-        return sides
+        return leading + sides
 
 
 _LAYER = "model.layers.{layer}."
@@ -145,6 +198,48 @@ _WEIGHTS = (
     Weight(("norm", "scale"), "model.norm.weight"),
     HEAD,
 )
+_EXPERT = "mlp.experts.{expert}."
+_OF_QWEN = {
+    "router": Weight((), "mlp.gate.weight", 1),
+    "shared_gate": Weight((), "mlp.shared_expert.gate_proj.weight", 1),
+    "shared_up": Weight((), "mlp.shared_expert.up_proj.weight", 1),
+    "shared_down": Weight((), "mlp.shared_expert.down_proj.weight", 1),
+    "shared_weight": Weight((), "mlp.shared_expert_gate.weight", 1),
+}
+_MIXTRAL = "block_sparse_moe.experts.{expert}."
+_GATE_UP = "mlp.experts.gate_up_proj"
+_DOWN = "mlp.experts.down_proj"
+EXPERTS: dict[str, dict[str, Weight]] = {
+    "by_expert": {
+        **_OF_QWEN,
+        "gate": Weight((), f"{_EXPERT}gate_proj.weight", 1),
+        "up": Weight((), f"{_EXPERT}up_proj.weight", 1),
+        "down": Weight((), f"{_EXPERT}down_proj.weight", 1),
+    },
+    "mixtral": {
+        "gate": Weight((), f"{_MIXTRAL}w1.weight", 1),
+        "up": Weight((), f"{_MIXTRAL}w3.weight", 1),
+        "down": Weight((), f"{_MIXTRAL}w2.weight", 1),
+        "router": Weight((), "block_sparse_moe.gate.weight", 1),
+    },
+    "whole": {
+        **_OF_QWEN,
+        "gate": Weight((), _GATE_UP, 1, leading=1),
+        "up": Weight((), _GATE_UP, 1, leading=1),
+        "down": Weight((), _DOWN, 1, leading=1),
+    },
+    "gpt_oss": {
+        "gate": Weight((), _GATE_UP, 1, is_turned=False, leading=1, spacing=2),
+        "up": Weight((), _GATE_UP, 1, is_turned=False, leading=1, spacing=2),
+        "gate_bias": Weight((), f"{_GATE_UP}_bias", leading=1, spacing=2),
+        "up_bias": Weight((), f"{_GATE_UP}_bias", leading=1, spacing=2),
+        "down": Weight((), _DOWN, 1, is_turned=False, leading=1),
+        "down_bias": Weight((), f"{_DOWN}_bias", leading=1),
+        "router": Weight((), "mlp.router.weight", 1),
+        "router_bias": Weight((), "mlp.router.bias"),
+    },
+}
+"""How families keep the parameters of experts: ours by name, without the layer."""
 _LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
 _NORMS = {
     "attention_norm": "input_layernorm",
@@ -154,24 +249,31 @@ _NORMS = {
 }
 
 
-def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...]:
+def weights_of(
+    model: Model, fused: Mapping[str, str] = {}, experts: str = "by_expert"
+) -> tuple[Weight, ...]:
     """Returns where each parameter of a language model is kept.
 
     fused: names of matrices, such as "q_proj", and of what holds them one below the
       other.
+    experts: a name of `EXPERTS`, how a mixture of experts is kept.
     """
     # One name means another norm where none stand behind.
     norms = dict(_NORMS)
     if model.config.norms == "before":
         norms["feed_forward_norm"] = _NORMS["attention_post_norm"]
     known = list(_WEIGHTS)
+    count = model.config.experts
+    if count:
+        known = [weight for weight in known if "feed_forward" not in weight.path]
+        known += _of_experts(count, EXPERTS[experts])
     for stack in _STACKS:
         for ours, theirs in norms.items():
             path = (stack, ours, "scale")
             known.append(Weight(path, f"{_LAYER}{theirs}.weight"))
     shapes = traverse_util.flatten_dict(model.shapes)
     weights = []
-    rows = Counter()  # of a fused tensor, that the parameters so far fill
+    rows = Counter()  # of a tensor, or columns, that the parameters so far fill
     for weight in known:
         if weight.path not in shapes:
             continue
@@ -180,11 +282,25 @@ def weights_of(model: Model, fused: Mapping[str, str] = {}) -> tuple[Weight, ...
             weight = replace(weight, numbers=(*model.config.numbers(is_delta),))
         module = weight.name.split(".")[-2]
         if whole := (_FUSED | {**fused}).get(module):
-            name = weight.name.replace(module, whole)
-            weight = replace(weight, name=name, first=rows[name])
-            rows[name] += weight.stored_shape(shapes[weight.path].shape[1:])[0]
+            weight = replace(weight, name=weight.name.replace(module, whole))
+        # Kinds of layers share names, and not tensors.
+        tensor = weight.path[0], weight.name
+        weight = replace(weight, first=rows[tensor])
+        shape = shapes[weight.path].shape[weight.stacked :]
+        size = weight.stored_shape(shape)[weight.leading] if shape else 0
+        rows[tensor] += size if weight.spacing == 1 else 1
         weights.append(weight)
     return tuple(weights)
+
+
+def _of_experts(count: int, form: Mapping[str, Weight]) -> Iterator[Weight]:
+    """Yields where the parameters of experts are kept, of which a layer has `count`."""
+    for stack in _STACKS:
+        for ours, weight in form.items():
+            experts = count if "{expert}" in weight.name else 0
+            path = (stack, "feed_forward", ours)
+            name = f"{_LAYER}{weight.name}"
+            yield replace(weight, path=path, name=name, experts=experts)
 
 
 def text_name(name: str) -> str | None:
@@ -207,10 +323,8 @@ def stored_shapes(
     shapes = traverse_util.flatten_dict(model.shapes)
     stored = {}
     for weight in weights:
-        shape = shapes[weight.path].shape
-        shape = shape[1:] if weight.is_stacked else shape
-        rows, *others = weight.stored_shape(shape)
-        stored |= dict.fromkeys(weight.names, (weight.first + rows, *others))
+        shape = shapes[weight.path].shape[weight.stacked :]
+        stored |= dict.fromkeys(weight.names, weight.tensor_shape(shape))
     return stored
 
 

@@ -131,18 +131,14 @@ def _fill(
     index: Index,
 ) -> None:
     """Reads the part at `index` of a parameter of this shape, as float32."""
-    names = [weight.name]
-    of_layers = part[None]
-    if weight.is_stacked:
-        names = weight.names[index[0]]
-        of_layers = part
-        shape = shape[1:]
-        index = index[1:]
-    stored_index = weight.stored_index(shape, index)
-    for of_layer, name in zip(of_layers, names, strict=True):
+    stacked = weight.stacked
+    # Layers, and experts, are whole on every device.
+    tensors = part.reshape(-1, *part.shape[stacked:])
+    stored_index = weight.stored_index(shape[stacked:], index[stacked:])
+    for tensor, name in zip(tensors, weight.names, strict=True):
         stored = files.read(name, stored_index)
-        of_layer[...] = weight.from_stored(stored, of_layer.shape)
-        if not np.isfinite(of_layer).all():
+        tensor[...] = weight.from_stored(stored, tensor.shape)
+        if not np.isfinite(tensor).all():
             raise ValueError(
                 f"{name} holds numbers that are not finite, which no training recovers "
                 "from: copy the model again"

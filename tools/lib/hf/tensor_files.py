@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from data.json_text import parse_json, read_json_object, short
+from tools.lib.hf import mxfp4
 from tools.lib.hf.names import TENSORS as WHOLE
 
 INDEX = "model.safetensors.index.json"
@@ -80,6 +81,16 @@ class TensorFiles:
         self._slices = kept
         return left_out
 
+    def dequantise(self) -> int:
+        """Makes one tensor of each pair that is one in MXFP4; returns how many.
+
+        Raises:
+          ValueError: the two do not belong together.
+        """
+        before = len(self._slices)
+        self._slices = mxfp4.dequantised(self._slices)
+        return before - len(self._slices)
+
     def __enter__(self) -> "TensorFiles":
         return self
 
@@ -111,7 +122,8 @@ class TensorFiles:
                     "for it: copy the model again"
                 )
             part = file.get_slice(name)
-            if part.get_dtype() not in DTYPES:
+            is_packed = name.endswith((mxfp4.BLOCKS, mxfp4.SCALES))
+            if part.get_dtype() not in {*DTYPES, *["U8"] * is_packed}:
                 raise ValueError(
                     f"{name} in {path} has type {part.get_dtype()}, not one of "
                     f"{', '.join(sorted(DTYPES))}: save the model in one of them "

@@ -1,0 +1,344 @@
+"""Mixture of experts: each token takes a few of many feed-forwards (1701.06538).
+
+Letters: n tokens, E hidden size, X experts of width F, K that a token takes. No token
+is dropped: the tokens' copies are sorted by expert, and a grouped product multiplies
+each expert's rows with its matrix. Experts are gathered whole, as all weights are:
+tokens stay where they are.
+"""
+
+import functools
+import importlib
+import importlib.util
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from models.adapters import FACTORS
+from models.layers import GATES, INITIAL_STDDEV, RMSNorm, matrix, zeros
+from models.memory import RESIDUAL, Axes, Partition, scan_chunks
+from models.sizes import DecoderConfig
+
+CLAMP, SHARPNESS = 7.0, 1.702
+"""Of the activation of gpt-oss: the largest gate, and the factor in its sigmoid."""
+
+FORMS: dict[str, Axes] = {
+    "router": ("embed", None),
+    "router_bias": (None,),
+    "gate": (None, "embed", "mlp"),
+    "gate_a": (None, "embed", None),
+    "gate_b": (None, "embed", "mlp"),
+    "gate_bias": (None, "mlp"),
+    "up": (None, "embed", "mlp"),
+    "up_a": (None, "embed", None),
+    "up_b": (None, "embed", "mlp"),
+    "up_bias": (None, "mlp"),
+    "down": (None, "mlp", "embed"),
+    "down_a": (None, "mlp", "embed"),
+    "down_b": (None, None, "embed"),
+    "down_bias": (None, None),
+    "shared_gate": ("embed", "mlp"),
+    "shared_up": ("embed", "mlp"),
+    "shared_down": ("mlp", "embed"),
+    "shared_weight": ("embed", None),
+}
+"""Names of the axes of each parameter; experts come first, then inputs."""
+
+ROUTED = "gate", "up", "down"
+SHARED = "shared_gate", "shared_up", "shared_down"
+
+Whole = dict[str, jax.Array]
+
+
+class Routing(NamedTuple):
+    """The experts of tokens.
+
+    weights: float32 (n, K). chosen: int32 (n, K). loads: float32 (2, X), summed over
+    tokens: how many took each expert, and how probable the router found it.
+    """
+
+    weights: jax.Array
+    chosen: jax.Array
+    loads: jax.Array
+
+
+def route(
+    logits: jax.Array, bias: jax.Array | None, router: str, count: int
+) -> Routing:
+    """Chooses experts for tokens; of equal ones the first.
+
+    logits: float32 (n, X), of the router. bias: (X,), of `sigmoid` alone, for the
+      choice. router: of `sizes.ROUTERS`. count: K.
+    """
+    scores = {
+        "chosen": lambda: logits,
+        "all": lambda: jax.nn.softmax(logits),
+        "sigmoid": lambda: jax.nn.sigmoid(logits),
+    }[router]()
+    ranked = scores if bias is None else scores + bias
+    _, chosen = lax.top_k(lax.stop_gradient(ranked), count)  # (n, K)
+    # A mask in place of a gather, whose gradient would be a scatter.
+    is_chosen = chosen[..., None] == jnp.arange(logits.shape[1])  # (n, K, X)
+    weights = jnp.where(is_chosen, scores[:, None], 0).sum(-1)  # (n, K)
+    if router == "chosen":
+        weights = jax.nn.softmax(weights)
+    if router == "sigmoid":
+        weights /= weights.sum(-1, keepdims=True) + 1e-20
+        shares = scores / scores.sum(-1, keepdims=True)
+    else:
+        shares = jax.nn.softmax(logits)
+    taken = is_chosen.sum((0, 1), dtype=jnp.float32)
+    return Routing(weights, chosen, jnp.stack([taken, shares.sum(0)]))
+
+
+@jax.custom_vjp
+def _spread(x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """Copies tokens x (n, E) to rows (n · K, E), sorted by expert.
+
+    order: int32 (n · K,), the copy in each row. places: (n, K), the row of each copy.
+    """
+    return x[order // places.shape[1]]
+
+
+@jax.custom_vjp
+def _combine(y: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """Sums the rows y (n · K, E) of each token: (n, E), as y."""
+    return y[places].astype(jnp.float32).sum(1).astype(y.dtype)
+
+
+# Each is the other's transpose, and both are gathers: no scatter adds up rows.
+_spread.defvjp(
+    lambda x, order, places: (_spread(x, order, places), (order, places)),
+    lambda moved, dy: (_combine(dy, *moved), None, None),
+)
+_combine.defvjp(
+    lambda y, order, places: (_combine(y, order, places), (order, places)),
+    lambda moved, dx: (_spread(dx, *moved), None, None),
+)
+
+
+class Experts(nnx.Module):
+    """Gated feed-forwards, of which each token takes a few, and maybe a shared one.
+
+    A chunk of the local tokens at a time; the router sees all of them.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        partition: Partition,
+        chunk: int,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the parameters.
+
+        Raises:
+          ValueError: on GPUs without tokamax.
+        """
+        check_platform(partition.platform)
+        self.config = config
+        self.partition = partition
+        self.chunk = chunk
+        sides = config.matrix_sides()
+        stddevs = dict.fromkeys(FORMS, INITIAL_STDDEV)
+        for name in ("down", "shared_down"):
+            stddevs[name] *= (2 * config.num_layers) ** -0.5
+        for name in ("router", *ROUTED, *SHARED, "shared_weight"):
+            if name in sides:
+                experts = (config.experts,) if name in ROUTED else ()
+                shape = (*experts, *sides[name])
+                param = matrix(rngs, shape, FORMS[name], stddevs[name])
+                setattr(self, name, param)
+        if config.expert_bias or config.router == "sigmoid":
+            self.router_bias = zeros((config.experts,), FORMS["router_bias"])
+        for name in ROUTED if config.expert_bias else ():
+            bias = f"{name}_bias"
+            shape = (config.experts, sides[name][1])
+            setattr(self, bias, zeros(shape, FORMS[bias]))
+        for name in set(ROUTED).intersection(config.lora.matrices):
+            self._adapt(name, rngs)
+
+    def _adapt(self, name: str, rngs: nnx.Rngs) -> None:
+        """Gives each expert's matrix two factors of its own; see `adapters.adapt`."""
+        experts, inputs, outputs = getattr(self, name).shape
+        rank = self.config.lora.rank
+        bound = inputs**-0.5
+        shape = (experts, inputs, rank)
+        a = jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
+        b = jnp.zeros((experts, rank, outputs), jnp.float32)
+        for end, values in zip(FACTORS, (a, b), strict=True):
+            factor = nnx.LoRAParam(values, axes=FORMS[f"{name}_{end}"])
+            setattr(self, f"{name}_{end}", factor)
+
+    def __call__(
+        self, x: jax.Array, norm: RMSNorm | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what the experts add to x (B, T, E), as x, and how they are loaded.
+
+        norm: of the result. The loads, float32 (2,): the balance loss, X times the sum
+        over experts of the tokens that took one and its mean probability, both as
+        shares, which is K for equal shares (2101.03961, as transformers has it); and
+        the tokens of the busiest expert over the mean.
+        """
+        weights = {name: p for name, p in vars(self).items() if name in FORMS}
+
+        def local(x: jax.Array, *shards: jax.Array) -> tuple[jax.Array, jax.Array]:
+            whole = {}
+            for (name, parameter), shard in zip(weights.items(), shards, strict=True):
+                whole[name] = self._whole(name, parameter, shard, x.dtype)
+            return self._of_shard(self.partition.vary(x), whole)
+
+        names = [FORMS[name] for name in weights]
+        call = self.partition.over_shards(
+            local, (RESIDUAL, *names), RESIDUAL, beside=(None, None)
+        )
+        y, loads = call(x, *(parameter[...] for parameter in weights.values()))
+        shares = loads / (x.shape[0] * x.shape[1])  # (2, X), of all tokens
+        experts = self.config.experts
+        balance = experts * (shares[0] * shares[1]).sum()
+        busiest = shares[0].max() * experts / self.config.experts_per_token
+        y = y if norm is None else norm(y)
+        return y, jnp.stack([balance, busiest])
+
+    def _whole(
+        self, name: str, parameter: nnx.Param, shard: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
+        """Gathers a weight, which travels in `dtype`, but the router in float32."""
+        if "embed" not in FORMS[name]:
+            return self.partition.vary(shard)
+        axis = FORMS[name].index("embed")
+        dtype = jnp.dtype("float32") if name == "router" else dtype
+        return self.partition.gather(shard, axis, parameter.shape[axis], dtype)
+
+    def _of_shard(self, x: jax.Array, whole: Whole) -> tuple[jax.Array, jax.Array]:
+        """Returns the experts' sum for a device's tokens x (b, t, E), and all loads.
+
+        whole: matrices, of which a device has some columns of gate and up, and the rows
+          of down that belong to these.
+        """
+        partition = self.partition
+        tokens = x.reshape(-1, x.shape[-1])  # (n, E)
+        logits = jnp.dot(
+            tokens.astype(jnp.float32), whole["router"], precision="highest"
+        )  # (n, X)
+        bias = whole.get("router_bias")
+        if self.config.router != "sigmoid" and bias is not None:
+            logits += bias
+            bias = None
+        routing = route(logits, bias, self.config.router, self.config.experts_per_token)
+        operands = tokens, routing.weights, routing.chosen
+        run_chunk = functools.partial(self._of_chunk, whole=whole)
+        y = scan_chunks(run_chunk, operands, self.chunk or len(tokens))
+        # All devices that share the experts' width have routed the same tokens.
+        loads = routing.loads / partition.shards("mlp")
+        loads = partition.total(loads, ("batch", "sequence", "mlp"))
+        return partition.total(y.reshape(x.shape), ("mlp",)), loads
+
+    def _of_chunk(
+        self, chunk: tuple[jax.Array, jax.Array, jax.Array], whole: Whole
+    ) -> jax.Array:
+        """Returns the experts' sum (n, E) for x (n, E), weights and chosen (n, K)."""
+        x, weights, chosen = chunk
+        experts = self.config.experts
+        order = jnp.argsort(chosen.reshape(-1))  # (n · K,); stable
+        places = jnp.argsort(order).reshape(chosen.shape)
+        expert = chosen.reshape(-1)[order]  # of each row
+        groups = _Groups(expert, jnp.bincount(expert, length=experts))
+        rows = _spread(x, order, places)  # (n · K, E)
+        gate = self._multiply(rows, whole, "gate", groups)
+        up = self._multiply(rows, whole, "up", groups)
+        hidden = gated(self.config.activation, gate, up)  # float32 (n · K, F)
+        # Weighted here: so the gradient of the weights needs no result of down.
+        hidden *= weights.reshape(-1)[order][:, None]
+        down = self._multiply(hidden.astype(x.dtype), whole, "down", groups)
+        y = _combine(down, order, places)
+        if "down_bias" in whole:
+            shares = jax.nn.one_hot(chosen, experts) * weights[..., None]  # (n, K, X)
+            added = jnp.dot(shares.sum(1), whole["down_bias"], precision="highest")
+            # Of one of the devices whose parts are summed.
+            is_first = self.partition.shard_number("mlp") == 0
+            y += jnp.where(is_first, added, 0).astype(x.dtype)
+        if "shared_up" in whole:
+            y += self._shared(x, whole)
+        return y
+
+    def _multiply(
+        self, rows: jax.Array, whole: Whole, name: str, groups: "_Groups"
+    ) -> jax.Array:
+        """Multiplies sorted rows with their experts' matrices, adapters and biases."""
+        platform = self.partition.platform
+        y = grouped_product(rows, whole[name], groups.sizes, platform)
+        if f"{name}_a" in whole:
+            z = grouped_product(rows, whole[f"{name}_a"], groups.sizes, platform)
+            z = self.config.lora.scale * z
+            y += grouped_product(z, whole[f"{name}_b"], groups.sizes, platform)
+        if name != "down" and f"{name}_bias" in whole:
+            # A product, as the gradient of a look-up would be a scatter.
+            is_expert = jax.nn.one_hot(
+                groups.expert, self.config.experts, dtype=y.dtype
+            )
+            y += jnp.dot(is_expert, whole[f"{name}_bias"].astype(y.dtype))
+        return y
+
+    def _shared(self, x: jax.Array, whole: Whole) -> jax.Array:
+        """Returns what the expert adds that all tokens x (n, E) take."""
+        gate = jnp.dot(x, whole["shared_gate"].astype(x.dtype))
+        up = jnp.dot(x, whole["shared_up"].astype(x.dtype))
+        hidden = gated(self.config.activation, gate, up)
+        if "shared_weight" in whole:
+            weight = jnp.dot(
+                x,
+                whole["shared_weight"].astype(x.dtype),
+                preferred_element_type=jnp.float32,
+            )  # (n, 1)
+            hidden *= jax.nn.sigmoid(weight)
+        return jnp.dot(hidden.astype(x.dtype), whole["shared_down"].astype(x.dtype))
+
+
+class _Groups(NamedTuple):
+    """Rows sorted by expert. expert: int32 (m,), of each. sizes: (X,), of groups."""
+
+    expert: jax.Array
+    sizes: jax.Array
+
+
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the hidden numbers of a feed-forward, in float32.
+
+    "clamped": (min(up, 7, at least -7) + 1) · g · sigmoid(1.702 g), of min(gate, 7), as
+    gpt-oss has it.
+    """
+    gate = gate.astype(jnp.float32)
+    up = up.astype(jnp.float32)
+    if activation != "clamped":
+        return GATES[activation](gate) * up
+    gate = jnp.minimum(gate, CLAMP)
+    return (jnp.clip(up, -CLAMP, CLAMP) + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)
+
+
+def check_platform(platform: str) -> None:
+    """Raises ValueError if devices of this platform have no grouped product."""
+    if platform == "gpu" and importlib.util.find_spec("tokamax") is None:
+        raise ValueError(
+            "experts on GPUs must have tokamax, got none: XLA would multiply every "
+            "token with all experts; install requirements/tokamax.txt"
+        )
+
+
+def grouped_product(
+    rows: jax.Array, weight: jax.Array, sizes: jax.Array, platform: str
+) -> jax.Array:
+    """Multiplies rows (m, inputs), sorted by expert, with weight (X, inputs, outputs).
+
+    sizes: int32 (X,), rows of each expert.
+    """
+    # Cast here, and not outside of a loop over chunks of tokens: their gradients then
+    # add up in the weight's own float32.
+    weight = weight.astype(rows.dtype)
+    if platform == "gpu":
+        tokamax = importlib.import_module("tokamax")
+        return tokamax.ragged_dot(rows, weight, sizes, implementation="triton")
+    return lax.ragged_dot(rows, weight, sizes)

@@ -1,0 +1,56 @@
+"""Which matrices have low-rank adapters, and of which rank (LoRA, 2106.09685)."""
+
+import math
+from dataclasses import dataclass
+
+TARGETS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "o": "output",
+    "gate": "gate",
+    "up": "up",
+    "down": "down",
+}
+"""Matrices of a layer that may have an adapter: names in a config, and in modules."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of the matrices of a decoder's layers.
+
+    rank: of all of them; 0 for none. alpha: alpha / rank is a factor on each.
+    targets: names of `TARGETS`, separated by commas.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: str = ",".join(TARGETS)
+
+    def __post_init__(self):
+        errors = []
+        if not 0 <= self.rank < 1 << 31:
+            errors.append(f"rank={self.rank} must be at least 0, and 0 for no adapters")
+        if not 0 < self.alpha < math.inf:
+            errors.append(f"alpha={self.alpha} must be a number above 0")
+        targets = self.targets.split(",")
+        has_doubles = len(set(targets)) < len(targets)
+        if has_doubles or not set(targets) <= TARGETS.keys():
+            errors.append(
+                f"targets={self.targets!r} must be some of {','.join(TARGETS)}, each "
+                "once, separated by commas"
+            )
+        if errors:
+            raise ValueError("; ".join(errors))
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor on what adapters give; 0 without any."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+    @property
+    def matrices(self) -> list[str]:
+        """Returns the matrices that have adapters, by their names in `TARGETS`."""
+        if not self.rank:
+            return []
+        return [TARGETS[name] for name in self.targets.split(",")]

@@ -1,0 +1,141 @@
+"""Experts against all of them computed densely in float64, gradients too, and ties."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.experts import CLAMP, SHARPNESS, Experts, check_platform, route
+from models.lora import Lora
+from models.sizes import DecoderConfig
+from tests.small.models import assert_same, partition_of
+from training.sharding.mesh import MeshShape, Partition
+
+SIZES = DecoderConfig(16, 12, 2, 4, 2, 4, experts=6, experts_per_token=2)
+SHARED = {"shared_expert_size": 8, "shared_expert_gate": True}
+OSS = {"expert_bias": True, "activation": "clamped"}
+CASES = {
+    "chosen": ({}, MeshShape(ring=4), 0),
+    "chunks": ({"lora": Lora(2, 8.0, "gate,down")}, MeshShape(fsdp=2, ring=2), 3),
+    "all": ({"router": "all"}, MeshShape(data=2, ring=2), 5),
+    "sigmoid": ({"router": "sigmoid"}, MeshShape(), 0),
+    "oss": (OSS, MeshShape(ring=2, tensor=2), 7),
+    "shared": (SHARED, MeshShape(ring=2, tensor=2), 4),
+}
+X, DY = np.random.default_rng(5).normal(size=(2, 2, 8, 16))
+"""Tokens (B, T, E), and the gradients of what is added to them."""
+
+
+def made(changes: dict[str, Any], partition: Partition, chunk: int = 0) -> Experts:
+    config = dataclasses.replace(SIZES, **changes)
+    module = Experts(config, partition, chunk, rngs=nnx.Rngs(1))
+    rng = np.random.default_rng(3)
+    for name, parameter in vars(module).items():
+        if isinstance(parameter, nnx.Param):
+            spread = 2.0 if name == "gate_bias" else 0.5
+            values = rng.normal(size=parameter.shape, scale=spread)
+            parameter[...] = jnp.asarray(values, jnp.float32)
+    return module
+
+
+def dense(
+    p: dict[str, jax.Array], x: jax.Array, config: DecoderConfig
+) -> tuple[jax.Array, jax.Array]:
+    """All experts for each token of x (n, E), in the type of x, one by one."""
+    logits = x @ p["router"]
+    if config.router == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        ranked = scores + p["router_bias"]
+    else:
+        logits += p.get("router_bias", 0)
+        ranked = scores = jax.nn.softmax(logits)
+    least = jnp.sort(ranked)[:, -config.experts_per_token, None]
+    weights = jnp.where(ranked >= least, scores, 0)  # (n, X)
+    if config.router != "all":
+        weights /= weights.sum(-1, keepdims=True)
+    is_taken = (ranked >= least).astype(x.dtype)
+    loads = is_taken.mean(0), (scores / scores.sum(-1, keepdims=True)).mean(0)
+
+    def matrix(name: str, expert: int) -> jax.Array:
+        added = 0
+        if f"{name}_a" in p:
+            added = config.lora.scale * p[f"{name}_a"][expert] @ p[f"{name}_b"][expert]
+        return p[name][expert] + added
+
+    y = 0
+    for expert in range(config.experts):
+        gate = x @ matrix("gate", expert) + p["gate_bias"][expert]
+        up = x @ matrix("up", expert) + p["up_bias"][expert]
+        if config.activation == "clamped":
+            gate = jnp.minimum(gate, CLAMP)
+            hidden = gate * jax.nn.sigmoid(SHARPNESS * gate)
+            hidden *= jnp.clip(up, -CLAMP, CLAMP) + 1
+        else:
+            hidden = jax.nn.silu(gate) * up
+        of_expert = hidden @ matrix("down", expert) + p["down_bias"][expert]
+        y += weights[:, expert, None] * of_expert
+    if "shared_up" in p:
+        hidden = jax.nn.silu(x @ p["shared_gate"]) * (x @ p["shared_up"])
+        y += jax.nn.sigmoid(x @ p["shared_weight"]) * (hidden @ p["shared_down"])
+    balance = config.experts * (loads[0] * loads[1]).sum()
+    busiest = config.experts * loads[0].max() / config.experts_per_token
+    return y, jnp.stack([balance, busiest])
+
+
+@pytest.mark.thorough(quick=2)
+@pytest.mark.parametrize("case", CASES)
+def test_experts_and_gradients_are_those_of_all_experts_in_float64(case):
+    changes, shape, chunk = CASES[case]
+    module = made(changes, partition_of(shape), chunk)
+    config = module.config
+    structure, parameters = nnx.split(module)
+
+    def ours(parameters: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        y, loads = nnx.merge(structure, parameters)(x)
+        return (y * DY.astype(np.float32)).sum() + 3 * loads[0], (y, loads)
+
+    program = jax.jit(jax.grad(ours, (0, 1), has_aux=True))
+    grads, results = jax.device_get(program(parameters, X.astype(np.float32)))
+    got = {**nnx.to_pure_dict(grads[0]), "x": grads[1]}
+    with jax.enable_x64(True):
+        given = {
+            n: np.asarray(v, float) for n, v in nnx.to_pure_dict(parameters).items()
+        }
+        absent = {f"{name}_bias": np.zeros(6) for name in ("gate", "up", "down")}
+
+        def exact(p: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, Any]:
+            y, loads = dense(absent | p, x.reshape(-1, 16), config)
+            y = y.reshape(x.shape)
+            return (y * DY).sum() + 3 * loads[0], (y, loads)
+
+        program = jax.grad(exact, (0, 1), has_aux=True)
+        grads, wanted = jax.device_get(program(given, X))
+    assert_same(results, wanted, 1e-6)
+    want = {**grads[0], "x": grads[1]}
+    if config.router == "sigmoid":  # which only chooses
+        assert not got.pop("router_bias").any() and not want.pop("router_bias").any()
+    assert_same(got, want, 3e-6)
+
+
+@pytest.mark.parametrize("router", ["chosen", "all", "sigmoid"])
+def test_of_equal_experts_the_first_are_taken_and_gradients_are_finite(router):
+    """Also by padding, whose logits are all equal."""
+    logits = jnp.array([[0.0, 0, 0, 0], [1, 3, 3, 3], [2, 1, 2, 1]])
+    routing = route(logits, None, router, 2)
+    np.testing.assert_array_equal(routing.chosen, [[0, 1], [1, 2], [0, 2]])
+    share = {"chosen": 0.5, "all": 0.25, "sigmoid": 0.5}[router]
+    np.testing.assert_allclose(routing.weights[0], share, rtol=1e-6)
+    np.testing.assert_array_equal(routing.loads[0], [2, 2, 2, 0])
+    slopes = jax.grad(lambda z: (route(z, None, router, 2).weights ** 2).sum())(logits)
+    assert np.isfinite(slopes).all()
+
+
+def test_gpus_without_a_grouped_product_are_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_platform("tpu")
+    with pytest.raises(ValueError, match="must have tokamax, got none"):
+        check_platform("gpu")
