@@ -2,9 +2,9 @@
 
 Command, on every host: python train.py --config=configs/models.py:MODEL/PLACE
   --config.workdir=gs://BUCKET/RUN --config.data.corpus=CORPUS
-MODEL is one of llama3_8b, qwen3_8b, gemma3_12b and olmo3_7b, whose weights convert_hf
-imports (--config.init_from=WEIGHTS), or a LLaMA of the papers, with one sequence a
-step:
+MODEL is one of llama3_8b, qwen3_8b, gemma3_12b, olmo3_7b, qwen3_30b_a3b and
+gpt_oss_20b, whose weights convert_hf imports (--config.init_from=WEIGHTS), or a LLaMA
+of the papers, with one sequence a step:
   llama3_8b/v5p   64 chips,  1 Mi tokens of context, ring 64
   llama3_8b/v6e   64 chips,  1 Mi tokens of context, ring 64
   llama3_8b/tpu7x  128 devices,  1 Mi tokens of context, ring 128
@@ -13,6 +13,10 @@ step:
   gemma3_12b/v6e   64 chips,  1 Mi tokens of context, ring 32 x tensor 2
   gemma3_12b/tpu7x  128 devices,  1 Mi tokens of context, ring 64 x tensor 2
   gemma3_12b/h200  8 GPUs,    128 Ki tokens of context, ring 4 x tensor 2
+  qwen3_30b_a3b/v5p   64 chips,  1 Mi tokens of context, ring 64
+  qwen3_30b_a3b/h200  8 GPUs,    128 Ki tokens of context, ring 8
+  gpt_oss_20b/v5p   64 chips,  1 Mi tokens of context, ring 64
+  gpt_oss_20b/h200  8 GPUs,    128 Ki tokens of context, ring 8
   1b/v4   64 chips,  256 Ki tokens of context, ring 64
   3b/v4   128 chips, 1 Mi tokens of context, ring 128
   7b/v4   512 chips, 4 Mi tokens of context, ring 512
@@ -36,7 +40,8 @@ Adapters alone (LoRA) on one host:
 Hardware: v5p:4x4x4, v6e:8x8, tpu7x:4x4x4, v5e:4x8, a host of H200s, or a TPU v4 slice
   of as many chips; others with --config.mesh.ring=DEVICES.
 Expected: planned and not run; see results/2026-11-23-families.md and
-  results/2026-11-23-fine-tuning.md; olmo3_7b in results/2026-11-28-olmo3.md.
+  results/2026-11-23-fine-tuning.md; olmo3_7b in results/2026-11-28-olmo3.md; models
+  with experts have not been planned: see results/2026-11-29-experts.md.
 """
 
 from typing import Any
@@ -78,6 +83,20 @@ _OLMO3 = {
     "norms": "after",
 }
 
+_GPT_OSS = {
+    "rope_theta": 150_000.0,
+    "norm_epsilon": 1e-5,
+    "layer_pattern": "wf",
+    "window": 128,
+    "attention_sinks": True,
+    "qkv_bias": True,
+    "output_bias": True,
+    "activation": "clamped",
+    "experts": 32,
+    "experts_per_token": 4,
+    "expert_bias": True,
+}
+
 # Values of _SIZES and _HEADS, other fields of config.model, and config.rope_scaling.
 # The papers' vocabulary has 32,000 ids; --config.model.vocab_size=0 takes the corpus's.
 MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
@@ -111,6 +130,24 @@ MODELS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
         _OLMO3,
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
     ),
+    # Qwen/Qwen3-30B-A3B: 40 Ki tokens, with YaRN 128 Ki.
+    "qwen3_30b_a3b": (
+        (2048, 768, 48, 32, 4, 128, 151_936),
+        {
+            **{"rope_theta": 1_000_000.0, "norm_epsilon": 1e-6, "qk_norm": "head"},
+            **{"experts": 128, "experts_per_token": 8},
+        },
+        {},
+    ),
+    # openai/gpt-oss-20b: 128 Ki tokens.
+    "gpt_oss_20b": (
+        (2880, 2880, 24, 64, 8, 64, 201_088),
+        _GPT_OSS,
+        {
+            **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
+    ),
 }
 
 # place: (devices, Ki tokens of context)
@@ -121,6 +158,7 @@ _PODS = {
     "h200": (8, 128),
 }
 _HOSTS = {"lora_h200": (1, 128), "lora_v5e": (8, 128), "lora_v6e": (8, 128)}
+_WITH_EXPERTS = {"v5p": (64, 1024), "h200": (8, 128)}
 PLACES = {
     "1b": {"v4": (64, 256)},
     "3b": {"v4": (128, 1024)},
@@ -131,6 +169,8 @@ PLACES = {
     "llama3_8b": _PODS | _HOSTS,
     "qwen3_8b": _PODS,
     "gemma3_12b": _PODS,
+    "qwen3_30b_a3b": _WITH_EXPERTS,
+    "gpt_oss_20b": _WITH_EXPERTS,
     "olmo3_7b": {
         **{"v5e_8k": (32, 8), "v5e": (32, 64)},
         **{"h200_8k": (8, 8), "h200": (8, 64)},

@@ -168,7 +168,7 @@ def test_the_cards_config_is_that_of_the_7b_model():
 @pytest.mark.parametrize("name", models._NAMES)
 def test_a_model_has_the_mesh_and_the_context_of_the_docstring(name):
     config = models.get_config(name)
-    listed = name.replace("qwen3", "llama3")
+    listed = name.replace("qwen3_8b", "llama3_8b")
     hardware = r"(\d+) (?:chips|devices|GPUs)"
     row = rf"\n  {listed} +{hardware}, +(\d+) (Ki|Mi) tokens of context, (.*)\n"
     devices, number, unit, mesh = re.search(row, models.__doc__).groups()

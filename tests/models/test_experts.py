@@ -12,7 +12,7 @@ from flax import nnx
 from models.experts import CLAMP, SHARPNESS, Experts, check_platform, route
 from models.lora import Lora
 from models.sizes import DecoderConfig
-from tests.small.models import assert_same, partition_of
+from tests.small.models import Run, assert_same, partition_of
 from training.sharding.mesh import MeshShape, Partition
 
 SIZES = DecoderConfig(16, 12, 2, 4, 2, 4, experts=6, experts_per_token=2)
@@ -139,3 +139,26 @@ def test_gpus_without_a_grouped_product_are_refused(monkeypatch):
     check_platform("tpu")
     with pytest.raises(ValueError, match="must have tokamax, got none"):
         check_platform("gpu")
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_of_single_matrices_are_refused(name):
+    run = Run(MeshShape(), "vanilla", "experts", optimizer__name=name).resolved
+    with pytest.raises(ValueError, match="must be 'adamw' for a model with experts"):
+        _ = run.optimizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"experts_per_token": 7}, "must be from 1 to experts=6"),
+        ({"experts_per_token": 0}, "must be from 1 to experts=6"),
+        ({"experts": 0, "experts_per_token": 0, "router": "all"}, "router='all' must"),
+        ({"router": "last"}, "must be one of 'chosen', 'all', 'sigmoid'"),
+        ({"shared_expert_size": -1}, "shared_expert_size=-1 must be at least 0"),
+        ({"shared_expert_gate": True}, "must have shared_expert_size of at least 1"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(SIZES, **changes)

@@ -272,3 +272,41 @@ def test_an_adapter_adds_only_its_own_products():
     assert products("everything", **lora) == products("everything") + more
     # The second is not kept beside that of the matrix; a layer's last is not needed.
     assert products("products", **lora) == products("products") + more + 6
+
+
+@pytest.mark.thorough
+def test_adapters_of_experts_are_merged_and_named(tmp_path):
+    """Each expert's by its own number, in and out; the merged model has their sums."""
+    name, rng = "qwen3_moe", np.random.default_rng(6)
+    held = load_file(hf_models.DIRECTORY / name / "model.safetensors")
+    factors = {}
+    for tensor in held:
+        if re.search(r"experts\.\d+\.(gate|down)_proj", tensor):
+            outputs, inputs = held[tensor].shape
+            module = f"base_model.model.{tensor.removesuffix('.weight')}.lora_"
+            factors[f"{module}A.weight"] = rng.normal(size=(2, inputs))
+            factors[f"{module}B.weight"] = rng.normal(size=(outputs, 2))
+    factors = {n: x.astype(np.float32) for n, x in factors.items()}
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(factors, source / adapters.TENSORS)
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
+    (source / adapters.CONFIG).write_text(json.dumps(fields))
+    partition = partition_of(MeshShape(fsdp=2, ring=2, tensor=2))
+    weights, workdir = tmp_path / "weights", tmp_path / "adapted"
+    import_model(hf_models.DIRECTORY / name, weights, partition)
+    import_model(source, workdir, partition, weights=weights)
+    like = {"original": hf_models.DIRECTORY / name, **FILE}
+    export_model(str(workdir), tmp_path / "peft", partition, adapter_only=True, **like)
+    found = load_file(tmp_path / "peft" / adapters.TENSORS)
+    assert found.keys() == factors.keys()
+    for tensor, wanted in factors.items():
+        np.testing.assert_array_equal(found[tensor], wanted, tensor)
+    export_model(str(workdir), tmp_path / "merged", partition, **like)
+    for tensor, got in load_file(tmp_path / "merged" / "model.safetensors").items():
+        wanted = held[tensor].astype(np.float32)
+        module = f"base_model.model.{tensor.removesuffix('.weight')}.lora_"
+        if f"{module}A.weight" in factors:
+            a, b = (factors[f"{module}{factor}.weight"] for factor in "AB")
+            wanted = wanted + 3 * b @ a
+        np.testing.assert_allclose(got, wanted, atol=1e-5, err_msg=tensor)

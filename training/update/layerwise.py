@@ -89,9 +89,14 @@ class Weight:
         return len(self.shape) - 1 if self.names[-1] == "embed" else 1
 
     @property
+    def is_stack(self) -> bool:
+        """Whether it is several matrices, of experts, which come first."""
+        return self.is_matrix and len(self.shape) > 2 and self.names[0] is None
+
+    @property
     def view(self) -> tuple[int, ...]:
-        """Shape of the matrix: inputs, outputs."""
-        if not self.is_matrix:
+        """Shape of the matrix: inputs, outputs; a stack as it is."""
+        if not self.is_matrix or self.is_stack:
             return self.shape
         inputs = math.prod(self.shape[: self._inputs])
         outputs = math.prod(self.shape[self._inputs :])
@@ -100,7 +105,7 @@ class Weight:
     @property
     def view_names(self) -> Axes:
         """Names of the matrix's axes: each the first of those that it is made of."""
-        if not self.is_matrix:
+        if not self.is_matrix or self.is_stack:
             return self.names
         inputs = self.names[: self._inputs]
         outputs = self.names[self._inputs :]
@@ -114,6 +119,8 @@ class Weight:
         parameters are sharded the finest, unless the other is a vocabulary, whose rows
         differ.
         """
+        if self.is_stack:
+            return len(self.shape) - (2 if self.names[-1] == "embed" else 1)
         inputs, outputs = self.view_names
         if "vocab" in (inputs, outputs):
             return 0 if inputs == "embed" and outputs != "embed" else 1

@@ -129,7 +129,8 @@ def make_optimizer(
       already made (0 for the first one), for the log.
 
     Raises:
-      ValueError: what is not AdamW in float32, for a model with two stacks of layers.
+      ValueError: what is not AdamW in float32, for a model with two stacks of layers;
+        or what is not AdamW, for one with experts.
     """
     schedule = settings.schedule()
     adamw = optax.adamw(
@@ -154,6 +155,11 @@ def make_optimizer(
     # Embeddings and the head take AdamW beside Muon, as in the paper.
     of_rest = adamw if settings.name == "muon" else of_layer
     weights = weights_of(shapes, axes, _is_decayed)
+    if settings.name != "adamw" and any(w.is_stack for w in jax.tree.leaves(weights)):
+        raise ValueError(
+            f"name={settings.name!r} must be 'adamw' for a model with experts, each of "
+            "whose parameters is a stack of matrices: set name=adamw"
+        )
     clip_norm = settings.clip_norm
     return Layerwise(of_layer, of_rest, weights, storage, clip_norm), schedule
 

@@ -17,9 +17,9 @@ from models.lora import TARGETS, Lora
 from models.sizes import LanguageModelConfig
 from tasks.state import abstract_parameters, identity
 from tasks.text import TextRun
-from tools.lib.hf.config import WITH_IMAGES, fused
+from tools.lib.hf.config import WITH_IMAGES, experts_form, fused
 from tools.lib.hf.fields import FUSED
-from tools.lib.hf.names import Weight, weight_at
+from tools.lib.hf.names import EXPERTS, LAYER, Weight, weight_at
 from training.saved.stored_step import differences, leaves, listed
 from training.saved.weights import SavedParameters
 
@@ -46,14 +46,18 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
     weights = []
     for *module, factor in traverse_util.flatten_dict(model.shapes):
         name, _, end = factor.rpartition("_")
-        stored = weight_at((*module, name)).name.removesuffix(".weight")
-        stored = f"{PREFIX}{stored}{ENDS[end]}"
+        experts = model.config.experts if module[1] == "feed_forward" else 0
+        if experts:  # whose factors are (inputs, rank) and (rank, outputs)
+            stored = LAYER + EXPERTS["by_expert"][name].name
+        else:
+            stored = weight_at((*module, name)).name
         weight = Weight(
             path=(*module, factor),
-            name=stored,
+            name=f"{PREFIX}{stored.removesuffix('.weight')}{ENDS[end]}",
             input_axes=1,
-            is_turned=end == "b",
+            is_turned=end == "b" or experts > 0,
             numbers=tuple(model.config.numbers(module[0] == "delta_layers")),
+            experts=experts,
         )
         weights.append(weight)
     return tuple(weights)
@@ -142,7 +146,8 @@ class Adapted:
             with fused matrices.
         """
         kind = original.get("model_type")
-        if kind in WITH_IMAGES or (original and fused(original)):
+        is_other = original and (fused(original) or self._has_other_experts(original))
+        if kind in WITH_IMAGES or is_other:
             raise ValueError(
                 f"layers of model_type={kind!r} have other names than the adapters': "
                 "export it merged, without --adapter"
@@ -155,6 +160,12 @@ class Adapted:
                 f"({listed(changed, '; ')}): export it merged, without --adapter"
             )
 
+    def _has_other_experts(self, original: Mapping[str, Any]) -> bool:
+        """Returns whether adapters of experts are named otherwise than PEFT's here."""
+        adapted = {"gate", "up", "down"}.intersection(self.model.config.lora.matrices)
+        has_experts = self.model.config.experts > 0 and bool(adapted)
+        return has_experts and experts_form(original) != "by_expert"
+
     def restore(self, abstract: Any) -> Any:
         """Reads parameters with their adapters added in; as of `SavedParameters`.
 
@@ -166,8 +177,14 @@ class Adapted:
             *module, name = path
             a = own.get((*module, f"{name}_a"))
             b = own.get((*module, f"{name}_b"))
-            if a is not None:
-                base[path] = _merge(weight, a, b, self.model.config.lora.scale)
+            if a is None:
+                continue
+            if self.model.config.experts and "feed_forward" in path:
+                a = a.swapaxes(2, 3)  # (layers, experts, rank, inputs)
+                merge = jax.vmap(_merge, (1, 1, 1, None), 1)
+            else:
+                merge = _merge
+            base[path] = merge(weight, a, b, self.model.config.lora.scale)
         return traverse_util.unflatten_dict(base)
 
 

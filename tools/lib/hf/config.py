@@ -247,9 +247,8 @@ def _as_published(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
     transformers 5 writes another. And without MXFP4, which is dequantised.
     """
-    kind = fields.get("model_type")
-    family = table.BY_TYPE.get(kind) if isinstance(kind, str) else None
     known = dict(fields)
+    family = table.BY_TYPE.get(str(known.get("model_type")))
     if family is None or not family.experts:
         return known
     packed = known.get("quantization_config")
@@ -334,8 +333,8 @@ def _is_own_program(auto_map: Any, family: Family) -> bool:
 def _sizes(family: Family) -> Mapping[str, str]:
     """Returns fields of config.json, and of ours, that are one number in a family."""
     sizes = _SIZES | family.experts
-    if "moe_intermediate_size" in family.experts:  # of its dense layers, if any
-        del sizes["intermediate_size"]
+    if "moe_intermediate_size" in family.experts:
+        del sizes["intermediate_size"]  # of dense layers
     return sizes
 
 

@@ -143,7 +143,7 @@ class Weight:
         return leading + sides
 
 
-_LAYER = "model.layers.{layer}."
+LAYER = "model.layers.{layer}."
 
 HEAD = Weight(("head",), "lm_head.weight", 1)
 EMBEDDING = Weight(("embedding",), "model.embed_tokens.weight", 1, is_turned=False)
@@ -188,7 +188,7 @@ _WEIGHTS = (
     *(
         Weight(
             (stack, *ours.split(".")),
-            f"{_LAYER}{theirs}",
+            f"{LAYER}{theirs}",
             inputs,
             has_gap=ours.endswith("_kernel"),
         )
@@ -270,7 +270,7 @@ def weights_of(
     for stack in _STACKS:
         for ours, theirs in norms.items():
             path = (stack, ours, "scale")
-            known.append(Weight(path, f"{_LAYER}{theirs}.weight"))
+            known.append(Weight(path, f"{LAYER}{theirs}.weight"))
     shapes = traverse_util.flatten_dict(model.shapes)
     weights = []
     rows = Counter()  # of a tensor, or columns, that the parameters so far fill
@@ -299,7 +299,7 @@ def _of_experts(count: int, form: Mapping[str, Weight]) -> Iterator[Weight]:
         for ours, weight in form.items():
             experts = count if "{expert}" in weight.name else 0
             path = (stack, "feed_forward", ours)
-            name = f"{_LAYER}{weight.name}"
+            name = f"{LAYER}{weight.name}"
             yield replace(weight, path=path, name=name, experts=experts)
 
 
