@@ -16,6 +16,7 @@ from tests.small.runs import assert_equal_bits
 from tools.lib.compiled.pods import aot_pod, compile_for
 from training.sharding.mesh import MeshShape, Partition, make_mesh
 from training.step import (
+    Losses,
     TrainState,
     count_tokens,
     initial_state,
@@ -139,6 +140,27 @@ def test_parts_of_the_loss_are_told_apart_and_add_up(microbatches, rng):
     assert_close(metrics["loss"], whole["loss"])
     losses = [expected(params, part)[0] for part in parts(batch)]
     assert_close(metrics["loss_parts"], losses, 1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_is_minimised_beside_the_loss_is_no_part_of_it(microbatches, rng):
+    """Figures are means by weight, and gradients those of both."""
+    params, batch = make_params(rng), make_batch(rng)
+
+    def losses(params, batch):
+        weight = batch.loss_weights.sum()
+        squares = [jnp.square(leaf).sum() for leaf in jax.tree.leaves(params)]
+        figures = {"experts_balance": 7 * weight}
+        return Losses(loss_sum(params, batch), weight * sum(squares) / 2, figures)
+
+    step = jax.jit(make_train_step(losses, OPTIMIZER, microbatches=microbatches))
+    state, metrics = step(initial_state(params, OPTIMIZER), batch)
+    plain_state, plain = STEPS[1](initial_state(params, OPTIMIZER), batch)
+    assert_close(metrics["loss"], plain["loss"])
+    assert_close(metrics["experts_balance"], 7.0)
+    moved = jax.tree.map(jnp.subtract, plain_state.params, state.params)
+    wanted = jax.tree.map(lambda leaf: RATE * leaf, params)
+    assert_close(moved, wanted, 1e-4)
 
 
 def test_no_row_moves_to_another_device_for_its_microbatch(rng):
