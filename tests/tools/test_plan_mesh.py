@@ -17,7 +17,7 @@ from kernels.devices.chips import measured
 from kernels.layouts import Contiguous, Striped, Zigzag
 from kernels.masks import causal
 from models.abstract import Model
-from tasks.layout_choice import ring_passes
+from tasks.layout_choice import ring_passes, state_times
 from tasks.task import make_run
 from tools import plan_pod
 from tools.lib.benchmarks.problems import tiles_per_step
@@ -133,6 +133,18 @@ def test_each_kind_of_layers_takes_its_time_on_its_own_route():
     # XLA's own attention is among the instructions, and counts there.
     alone = Attention.of(run, V4, program())
     assert (alone.kernels, alone.outlasting, alone.by_name) == ({}, 0, {})
+
+
+def test_kernels_of_gated_deltanet_take_the_time_of_its_states():
+    sizes = dict(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    fields = {f"model.delta_{name}": size for name, size in sizes.items()}
+    fields |= {"model.delta_convolution": 4, "model.layer_pattern": "dddf"}
+    run = make_run(config_7b(2**18, attention="zigzag", **fields), partition(ring=8))
+    found = Attention.of(run, V5P, program("forward", "backward", "delta", "delta"))
+    seconds, _ = state_times(run, V5P)
+    assert found.kernels["delta"] == seconds > 0
+    assert found.by_name["k2"] == seconds / 4
+    assert "delta" not in Attention.of(run, V5P, program("forward", "backward")).kernels
 
 
 def program(*kernels: str) -> Program:

@@ -47,7 +47,9 @@ TRANSFER = "collective-permute"
 SHIFT = "permute"
 """A collective-permute of parameters, or of a part of a scatter that XLA cut."""
 _OF_RING = re.compile(r'op_name="(?![^"]*\bparameters\)*/ppermute)')
-_KERNEL = re.compile(r"flash_(forward|backward)")
+_KERNEL = re.compile(r"(flash|delta)_(forward|backward)")
+DELTA = "delta"
+"""Name of the kernels of Gated DeltaNet, forward and backward."""
 _PALLAS = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu|triton)')
 _CALL_STEPS = ("call-start", "call-update", "call-done")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
@@ -252,7 +254,8 @@ def read_instruction(operation: Operation, devices: int) -> Instruction | None:
         kernel = _KERNEL.search(f"{name} {rest}")
         if kernel is None or _PALLAS.search(rest) is None:
             return None
-        return Instruction(name, "kernel", kernel=kernel[1])
+        of, direction = kernel.groups()
+        return Instruction(name, "kernel", kernel=of if of == DELTA else direction)
     if opcode == "while":
         trips = _KNOWN_TRIPS.search(rest)
         condition = re.search(r"condition=%?([\w.-]+)", rest)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from kernels.cost.speed import PRODUCTS, source
 from kernels.devices.chips import Chip
 from kernels.devices.device import kernel_cores
-from tasks.layout_choice import ring_passes
+from tasks.layout_choice import ring_passes, state_times
 from tasks.run import Run
 from tools.lib.compiled.hlo import TRANSFER, Collective, Program
+from tools.lib.compiled.hlo_text import DELTA
 from tools.lib.planning.roofline import Roofline
 
 PARTS = {
@@ -42,7 +43,8 @@ def cycles_per_second(chip: Chip) -> float:
 class Attention:
     """Seconds of the attention kernels in a step, and of the ring around them.
 
-    kernels: by direction; empty where XLA computes attention, among its instructions.
+    kernels: by direction, and DELTA for both directions of Gated DeltaNet's; empty
+      where XLA computes attention, among its instructions.
     outlasting: of ring transfers that start before a kernel and end after it, after
       their kernels have ended, if all of them do.
     by_name: the mean of a run of each kernel of the program, of the kind of layers in
@@ -81,6 +83,9 @@ class Attention:
             seconds[direction] = sum(by_window.values())
             of_layer = min(by_window[window] / layers[window] for window in layers)
             shortest[direction] = layers.total() * of_layer
+        if counts[DELTA]:
+            seconds[DELTA] = state_times(run, chip)[0]
+            shortest[DELTA] = seconds[DELTA]
         by_name: dict[str, float] = {}
         for instruction in itertools.chain.from_iterable(program.computations.values()):
             kernel = instruction.kernel
