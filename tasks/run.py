@@ -27,7 +27,6 @@ from kernels.devices.compiler import compiler_options
 from kernels.layouts import Layout, padded_length
 from kernels.ring_attention import make_ring_attention
 from models.abstract import Model
-from models.flops import num_layer_matrices
 from models.memory import Execution, Kept
 from models.sizes import DecoderConfig
 from tasks.config_errors import names_fields
@@ -38,6 +37,7 @@ from tasks.systems import (
     attention_system,
     check_execution,
     chosen_execution,
+    count_kept,
     device_of,
     document_mask,
     limited,
@@ -248,20 +248,7 @@ class Run[Sizes: DecoderConfig](abc.ABC):
     def kept(self) -> Kept:
         """Counts the activations that the layers of a device keep."""
         execution = check_execution(self.config)
-        sizes = self.sizes
-        partition = self.partition
-        itemsize = execution.compute_dtype.itemsize
-        tensor = partition.mesh.shape["tensor"]
-        gathered = num_layer_matrices(sizes) * itemsize // (sizes.num_layers * tensor)
-        shards = partition.shards(partition.mesh_axes("embed", sizes.hidden_size))
-        return Kept(
-            sizes=sizes,
-            tokens=self.local_tokens,
-            tensor=tensor,
-            itemsize=itemsize,
-            feed_forward_chunk=execution.feed_forward_chunk,
-            gathered=gathered if shards > 1 else 0,
-        )
+        return count_kept(self.sizes, self.partition, self.local_tokens, execution)
 
     @functools.cached_property
     @names_fields

@@ -16,6 +16,7 @@ from kernels import layouts, masks
 from kernels.devices import chips
 from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
+from models.flops import num_layer_matrices
 from models.memory import (
     KEEP_PRODUCTS,
     NEXT,
@@ -26,7 +27,7 @@ from models.memory import (
     choose_chunk,
     feed_forward_bytes,
 )
-from models.sizes import WINDOW
+from models.sizes import WINDOW, DecoderConfig
 from tasks.config_errors import names_fields
 from training.sharding.mesh import MeshShape, Partition, make_mesh
 from training.sharding.overlap import permutes_hide
@@ -189,6 +190,24 @@ def limited(attend: Callable[..., jax.Array], shown: Mask) -> Callable[..., jax.
         return attend(q, k, v, visible, sinks=sinks, within=within)
 
     return attend_within
+
+
+def count_kept(
+    sizes: DecoderConfig, partition: Partition, tokens: int, execution: Execution
+) -> Kept:
+    """Counts the activations that the layers of a device keep. tokens: of a device."""
+    itemsize = execution.compute_dtype.itemsize
+    tensor = partition.mesh.shape["tensor"]
+    gathered = num_layer_matrices(sizes) * itemsize // (sizes.num_layers * tensor)
+    shards = partition.shards(partition.mesh_axes("embed", sizes.hidden_size))
+    return Kept(
+        sizes=sizes,
+        tokens=tokens,
+        tensor=tensor,
+        itemsize=itemsize,
+        feed_forward_chunk=execution.feed_forward_chunk,
+        gathered=gathered if shards > 1 else 0,
+    )
 
 
 @names_fields
