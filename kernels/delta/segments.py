@@ -44,7 +44,7 @@ def gated_delta_in_segments(
         out, state = run_segment(q, k, v, log_decay, beta, is_first, state)
         return state, out
 
-    heads = q.shape[-2]
+    heads = v.shape[-2]
     state = jnp.broadcast_to(state, (*q.shape[:axis], heads, *state.shape[-2:]))
     parts = cut(q), cut(k), cut(v), cut(log_decay), cut(beta), cut(is_first)
     state, out = lax.scan(step, state.astype(jnp.float32), parts)
