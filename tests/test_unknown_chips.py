@@ -58,3 +58,10 @@ def test_a_chip_runs_what_it_can_and_what_is_assumed_is_said(
             f"{kind} is not in the table of chips: no MFU is reported, .* as for the "
         )
         assert re.match(words + assumed, message)
+
+
+def test_a_mesh_without_devices_is_no_unknown_chip(caplog):
+    """On which a plan checks its config, before it has those of a topology."""
+    known_chip.cache_clear()
+    known_chip("")
+    assert not caplog.messages

@@ -59,7 +59,8 @@ def known_chip(kind: str) -> Chip:
     chip = find(kind)
     if chip is None:
         assumed = ASSUMED[kind.startswith("TPU")]
-        if kind != "cpu":  # whose devices stand in for others
+        # A CPU's devices stand in for others, and a config is checked without any.
+        if kind not in ("", "cpu"):
             logging.getLogger(__name__).warning(
                 "%s is not in the table of chips: no MFU is reported, and layouts are "
                 "chosen, and seconds estimated, as for the %s; name the layout, or add "
