@@ -252,3 +252,13 @@ def test_rings_as_on_a_tpu_match_one_device(case, route, monkeypatch, rng):
     as_on_a_tpu(monkeypatch)
     make = functools.partial(sharded_ring, route=route)  # not yet compiled
     assert_as_on_one_device(rng, case, blockwise, make=make)
+
+
+@pytest.mark.thorough
+def test_chunks_whose_keys_do_not_come_home_take_turns_in_a_loop(monkeypatch, rng):
+    """One way round, with shards too short to hide what travels."""
+    as_on_a_tpu(monkeypatch)
+    monkeypatch.setattr(ring_routes, "TURNS_FROM", 1 << 13)
+    case = Case(8, "zigzag", "causal", 1, 256, 16, heads=2)
+    make = functools.partial(sharded_ring, route=ONE_WAY)
+    assert_as_on_one_device(rng, case, blockwise, make=make)
