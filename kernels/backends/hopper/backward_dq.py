@@ -142,10 +142,12 @@ class DqConsumer(NamedTuple):
         """Runs the pipeline. dq_acc: [64, d]."""
         config, smem = self.config, self.smem
         lse = load(self.lse, WGMMA_ROW)  # [64]
+        # Once: found in each step it spills, in capped heads of 256.
+        full = self.queries.full_tiles(config.block_k)
 
         def step(n, _):
             stage = lax.rem(n, jnp.int32(config.k_stages))
-            ds = self._score_gradients(n, begin, end, lse)  # [64, block_k]
+            ds = self._score_gradients(n, begin, end, lse, full)  # [64, block_k]
             config.ops.wgmma(dq_acc, ds, smem.k.at[stage])  # group: dQ += dS K
 
         self._wait_for_keys(jnp.int32(0))
@@ -177,7 +179,7 @@ class DqConsumer(NamedTuple):
         stage = lax.rem(n, jnp.int32(self.config.k_stages))
         plgpu.barrier_arrive(self.smem.k_empty.at[stage])
 
-    def _score_gradients(self, n, begin, end, lse) -> jax.Array:
+    def _score_gradients(self, n, begin, end, lse, full) -> jax.Array:
         """Returns dS(n) [64, block_k], once K(n+1) has arrived."""
         config, smem = self.config, self.smem
         wg = lax.axis_index(WARPGROUP)  # in each step: see `backward`
@@ -201,7 +203,7 @@ class DqConsumer(NamedTuple):
             plgpu.wgmma(dp_acc, smem.do.at[wg], v)  # group: dP = dO Vᵀ
             # Drains S(n); dP(n) stays in flight.
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)  # [64, block_k]
-            _, weight = self._probabilities(s, begin + n, lse)  # [64, block_k]
+            _, weight = self._probabilities(s, begin + n, lse, full)  # [64, block_k]
             # As in `forward`: without a branch ptxas moves it behind the wait for dP.
             pl.when(begin + n + 1 < end)(lambda: self._wait_for_keys(n + 1))  # K(n+1)
 
@@ -214,7 +216,7 @@ class DqConsumer(NamedTuple):
 
         return pl.run_scoped(scores, acc)
 
-    def _probabilities(self, s, j, lse) -> tuple[jax.Array, jax.Array]:
+    def _probabilities(self, s, j, lse, full) -> tuple[jax.Array, jax.Array]:
         """Returns `probabilities` of key tile j from s = Q Kᵀ [64, block_k]."""
         queries = self.queries
         block_k = self.config.block_k
@@ -225,7 +227,6 @@ class DqConsumer(NamedTuple):
                 bounds = (load(ref, WGMMA_ROW) for ref in refs)  # [64] each
                 return mask(x, j * block_k, 1, bounds, fill)
 
-            full = queries.full_tiles(block_k)
             is_full = (full[0] <= j) & (j < full[1])
             return lax.cond(is_full, lambda x: x, of_partial, x)
 
