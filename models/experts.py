@@ -94,27 +94,27 @@ def route(
 
 
 @jax.custom_vjp
-def _spread(x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+def _spread(x: jax.Array, order: jax.Array, ranks: jax.Array) -> jax.Array:
     """Copies tokens x (n, E) to rows (n · K, E), sorted by expert.
 
-    order: int32 (n · K,), the copy in each row. places: (n, K), the row of each copy.
+    order: int32 (n · K,), the copy in each row. ranks: (n, K), the row of each copy.
     """
-    return x[order // places.shape[1]]
+    return x[order // ranks.shape[1]]
 
 
 @jax.custom_vjp
-def _combine(y: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+def _combine(y: jax.Array, order: jax.Array, ranks: jax.Array) -> jax.Array:
     """Sums the rows y (n · K, E) of each token: (n, E), as y."""
-    return y[places].astype(jnp.float32).sum(1).astype(y.dtype)
+    return y[ranks].astype(jnp.float32).sum(1).astype(y.dtype)
 
 
 # Each is the other's transpose, and both are gathers: no scatter adds up rows.
 _spread.defvjp(
-    lambda x, order, places: (_spread(x, order, places), (order, places)),
+    lambda x, order, ranks: (_spread(x, order, ranks), (order, ranks)),
     lambda moved, dy: (_combine(dy, *moved), None, None),
 )
 _combine.defvjp(
-    lambda y, order, places: (_combine(y, order, places), (order, places)),
+    lambda y, order, ranks: (_combine(y, order, ranks), (order, ranks)),
     lambda moved, dx: (_spread(dx, *moved), None, None),
 )
 
@@ -244,17 +244,17 @@ class Experts(nnx.Module):
         x, weights, chosen = chunk
         experts = self.config.experts
         order = jnp.argsort(chosen.reshape(-1))  # (n · K,); stable
-        places = jnp.argsort(order).reshape(chosen.shape)
+        ranks = jnp.argsort(order).reshape(chosen.shape)
         expert = chosen.reshape(-1)[order]  # of each row
         groups = _Groups(expert, jnp.bincount(expert, length=experts))
-        rows = _spread(x, order, places)  # (n · K, E)
+        rows = _spread(x, order, ranks)  # (n · K, E)
         gate = self._multiply(rows, whole, "gate", groups)
         up = self._multiply(rows, whole, "up", groups)
         hidden = gated(self.config.activation, gate, up)  # float32 (n · K, F)
         # Weighted here: so the gradient of the weights needs no result of down.
         hidden *= weights.reshape(-1)[order][:, None]
         down = self._multiply(hidden.astype(x.dtype), whole, "down", groups)
-        y = _combine(down, order, places)
+        y = _combine(down, order, ranks)
         if "down_bias" in whole:
             shares = jax.nn.one_hot(chosen, experts) * weights[..., None]  # (n, K, X)
             added = jnp.dot(shares.sum(1), whole["down_bias"], precision="highest")

@@ -226,9 +226,8 @@ def time_steps(
     bounds = {}
     for name in layouts:
         each = bounds_of_steps(layout_of(name, problem), size, problem.visible)
-        known = np.stack(
-            [counts for _, counts in each], 1
-        )  # (2, devices · steps, M, T)
+        # (2, devices · steps, M, T)
+        known = np.stack([counts for _, counts in each], 1)
         bounds[name] = known.reshape(2, *programs, -1, *known.shape[2:])
     for program in np.ndindex(programs):
         takes = []

@@ -214,14 +214,14 @@ def _mean_gradients(
         return mean * losses.sum(), losses, figures, grads
 
     def add(sums: Any, part: Any) -> tuple[Any, None]:
-        (_, told), grads = value_and_grad(params, part)
-        return jax.tree.map(jnp.add, sums, float32((told, grads))), None
+        (_, counted), grads = value_and_grad(params, part)
+        return jax.tree.map(jnp.add, sums, float32((counted, grads))), None
 
     parts = jax.tree.map(functools.partial(_split_rows, parts=microbatches), batch)
     first = jax.tree.map(lambda x: x[0], parts)
-    _, told = jax.eval_shape(mean_loss, params, first)
+    _, counted = jax.eval_shape(mean_loss, params, first)
     # Sums of bfloat16 gradients would lose what a late microbatch adds.
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (told, params))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (counted, params))
     ((losses, figures), grads), _ = jax.lax.scan(add, zero, parts)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     return mean * losses.sum(), losses, figures, grads

@@ -42,15 +42,14 @@ def make_delta_attention(
 ) -> Callable[..., Any]:
     """Builds the mixing on global arrays; arguments as of `make_ring_attention`.
 
+    segment: tokens of a run whose terms the backward holds at a time, in XLA; 0 for
+      all. The kernels hold those of a chunk.
     implementation: None, or "pallas_tpu", for the kernels on a TPU, and the rule in XLA
-      where they cannot be; any other backend's name for XLA; or a function with the
-      signature of `gated_delta`, which it gets in the type of v.
+      where they do not apply; any other backend's name for XLA; or a function with the
+      signature of `gated_delta`, which gets q, k and v in the type of v.
 
     A device's tokens must be runs of consecutive ones, each as long at least as what
     the convolution reads before a token: contiguous shards, zigzag, or wide stripes.
-
-    segment: tokens of a run whose terms the backward holds at a time, in XLA; 0 for
-      all. The kernels hold those of a chunk.
 
     Returns:
       mix(qkv, kernels, log_decay, beta, positions, with_state=False) -> out, or out and
