@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.memory import Axes, Partition
+from models.memory import SHARED_OUT, Axes, Partition
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Model:
             return nnx.to_pure_dict(state)
 
         def narrowed(shape: jax.ShapeDtypeStruct, names: Axes) -> jax.ShapeDtypeStruct:
-            dtype = frozen_dtype if "embed" in names else shape.dtype
+            is_matrix = SHARED_OUT.intersection(names)
+            dtype = frozen_dtype if is_matrix else shape.dtype
             return jax.ShapeDtypeStruct(shape.shape, dtype)
 
         def check(shape: jax.ShapeDtypeStruct, names: Axes) -> None:

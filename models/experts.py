@@ -7,8 +7,6 @@ tokens stay where they are.
 """
 
 import functools
-import importlib
-import importlib.util
 from typing import NamedTuple
 
 import jax
@@ -17,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from models.adapters import FACTORS
+from models.grouped import Device, check_platform, grouped_product
 from models.layers import GATES, INITIAL_STDDEV, RMSNorm, matrix, zeros
 from models.memory import RESIDUAL, Axes, Partition, scan_chunks
 from models.sizes import DecoderConfig
@@ -27,15 +26,15 @@ CLAMP, SHARPNESS = 7.0, 1.702
 FORMS: dict[str, Axes] = {
     "router": ("embed", None),
     "router_bias": (None,),
-    "gate": (None, "embed", "mlp"),
+    "gate": ("experts", None, "mlp"),
     "gate_a": (None, "embed", None),
     "gate_b": (None, "embed", "mlp"),
     "gate_bias": (None, "mlp"),
-    "up": (None, "embed", "mlp"),
+    "up": ("experts", None, "mlp"),
     "up_a": (None, "embed", None),
     "up_b": (None, "embed", "mlp"),
     "up_bias": (None, "mlp"),
-    "down": (None, "mlp", "embed"),
+    "down": ("experts", "mlp", None),
     "down_a": (None, "mlp", "embed"),
     "down_b": (None, None, "embed"),
     "down_bias": (None, None),
@@ -44,7 +43,18 @@ FORMS: dict[str, Axes] = {
     "shared_down": ("mlp", "embed"),
     "shared_weight": ("embed", None),
 }
-"""Names of the axes of each parameter; experts come first, then inputs."""
+"""Names of the axes of each parameter; experts come first, then inputs.
+
+Matrices are shared out by expert: so what travels is one piece of memory, and
+gradients need no transpose. Where there are more devices than experts, see `_axes`.
+"""
+
+SIDES: dict[str, Axes] = {
+    "gate": (None, "embed", "mlp"),
+    "up": (None, "embed", "mlp"),
+    "down": (None, "mlp", "embed"),
+}
+"""Names of the axes of matrices of fewer experts than the devices divide."""
 
 ROUTED = "gate", "up", "down"
 SHARED = "shared_gate", "shared_up", "shared_down"
@@ -93,29 +103,68 @@ def route(
     return Routing(weights, chosen, jnp.stack([taken, shares.sum(0)]))
 
 
-@jax.custom_vjp
-def _spread(x: jax.Array, order: jax.Array, ranks: jax.Array) -> jax.Array:
-    """Copies tokens x (n, E) to rows (n · K, E), sorted by expert.
+class _Rows(NamedTuple):
+    """The copies of tokens, K of each, in rows that are sorted by expert.
 
-    order: int32 (n · K,), the copy in each row. ranks: (n, K), the row of each copy.
+    order: int32 (K · n,), the copy in each row; copy k · n + i is of token i.
+    ranks: (K, n), the row of each copy. expert: (K · n,), of each row.
+    sizes: (X,), rows of each expert.
     """
-    return x[order // ranks.shape[1]]
+
+    order: jax.Array
+    ranks: jax.Array
+    expert: jax.Array
+    sizes: jax.Array
+
+    @classmethod
+    def of(cls, chosen: jax.Array, experts: int) -> "_Rows":
+        """Sorts the copies of tokens with these experts, int32 (n, K)."""
+        copies = chosen.T  # (K, n)
+        numbers = jnp.arange(copies.size, dtype=jnp.int32)
+        expert, order = lax.sort((copies.reshape(-1), numbers), num_keys=1)
+        # Sorts, and not the scatter that would turn an order around.
+        _, ranks = lax.sort((order, numbers), num_keys=1)
+        of_expert = copies[..., None] == jnp.arange(experts)  # (K, n, X)
+        sizes = of_expert.sum((0, 1), dtype=jnp.int32)
+        return cls(order, ranks.reshape(copies.shape), expert, sizes)
 
 
 @jax.custom_vjp
-def _combine(y: jax.Array, order: jax.Array, ranks: jax.Array) -> jax.Array:
-    """Sums the rows y (n · K, E) of each token: (n, E), as y."""
-    return y[ranks].astype(jnp.float32).sum(1).astype(y.dtype)
+def _spread(x: jax.Array, rows: _Rows) -> jax.Array:
+    """Copies tokens x (n, E) to rows (K · n, E), sorted by expert."""
+    return x[rows.order % len(x)]
 
 
-# Each is the other's transpose, and both are gathers: no scatter adds up rows.
+@jax.custom_vjp
+def _combine(y: jax.Array, rows: _Rows) -> jax.Array:
+    """Sums the rows y (K · n, E) of each token: (n, E), as y."""
+    copies = y[rows.ranks]  # (K, n, E)
+    # One after the other: XLA for TPUs takes eight times as long to reduce an axis.
+    total = copies[0].astype(jnp.float32)
+    for copy in copies[1:]:
+        total += copy.astype(jnp.float32)
+    return total.astype(y.dtype)
+
+
+@jax.custom_vjp
+def _sorted(weights: jax.Array, rows: _Rows) -> jax.Array:
+    """Returns the weights (n, K) of rows, (K · n,)."""
+    return weights.T.reshape(-1)[rows.order]
+
+
+# Spread and combine are each other's transposes. All gradients are gathers: no scatter
+# adds up rows.
 _spread.defvjp(
-    lambda x, order, ranks: (_spread(x, order, ranks), (order, ranks)),
-    lambda moved, dy: (_combine(dy, *moved), None, None),
+    lambda x, rows: (_spread(x, rows), rows),
+    lambda rows, dy: (_combine(dy, rows), None),
 )
 _combine.defvjp(
-    lambda y, order, ranks: (_combine(y, order, ranks), (order, ranks)),
-    lambda moved, dx: (_spread(dx, *moved), None, None),
+    lambda y, rows: (_combine(y, rows), rows),
+    lambda rows, dx: (_spread(dx, rows), None),
+)
+_sorted.defvjp(
+    lambda weights, rows: (_sorted(weights, rows), rows),
+    lambda rows, dy: (dy[rows.ranks].T, None),
 )
 
 
@@ -150,7 +199,7 @@ class Experts(nnx.Module):
             if name in sides:
                 experts = (config.experts,) if name in ROUTED else ()
                 shape = (*experts, *sides[name])
-                param = matrix(rngs, shape, FORMS[name], stddevs[name])
+                param = matrix(rngs, shape, self._axes(name), stddevs[name])
                 setattr(self, name, param)
         if config.expert_bias or config.router == "sigmoid":
             self.router_bias = zeros((config.experts,), FORMS["router_bias"])
@@ -160,6 +209,12 @@ class Experts(nnx.Module):
             setattr(self, bias, zeros(shape, FORMS[bias]))
         for name in set(ROUTED).intersection(config.lora.matrices):
             self._adapt(name, rngs)
+
+    def _axes(self, name: str) -> Axes:
+        """Returns the names of a matrix's axes, for these experts and devices."""
+        if name in SIDES and not self.partition.divides("experts", self.config.experts):
+            return SIDES[name]
+        return FORMS[name]
 
     def _adapt(self, name: str, rngs: nnx.Rngs) -> None:
         """Gives each expert's matrix two factors of its own; see `adapters.adapt`."""
@@ -186,12 +241,16 @@ class Experts(nnx.Module):
         weights = {name: p for name, p in vars(self).items() if name in FORMS}
 
         def local(x: jax.Array, *shards: jax.Array) -> tuple[jax.Array, jax.Array]:
+            named = dict(zip(weights, shards, strict=True))
+            # One product gives both: rows are read once, and their gradient is no sum.
+            gate_up = named.pop("gate"), named.pop("up")
+            named["gate_up"] = jnp.concatenate(gate_up, -1)
             whole = {}
-            for (name, parameter), shard in zip(weights.items(), shards, strict=True):
-                whole[name] = self._whole(name, parameter, shard, x.dtype)
-            return self._of_shard(self.partition.vary(x), whole)
+            for name, shard in named.items():
+                whole[name] = self._whole(name, shard, x.dtype)
+            return self._of_shard(x, whole)
 
-        names = [FORMS[name] for name in weights]
+        names = [self._axes(name) for name in weights]
         call = self.partition.over_shards(
             local, (RESIDUAL, *names), RESIDUAL, beside=(None, None)
         )
@@ -203,15 +262,22 @@ class Experts(nnx.Module):
         y = y if norm is None else norm(y)
         return y, jnp.stack([balance, busiest])
 
-    def _whole(
-        self, name: str, parameter: nnx.Param, shard: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
+    def _whole(self, name: str, shard: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Gathers a weight, which travels in `dtype`, but the router in float32."""
-        if "embed" not in FORMS[name]:
-            return self.partition.vary(shard)
-        axis = FORMS[name].index("embed")
+        name = "gate" if name == "gate_up" else name
+        axes = self._axes(name)
+        if axes[0] == "experts":
+            # As rows of one matrix, which are scattered as those of others are.
+            rows = shard.reshape(-1, shard.shape[-1])
+            count = self.config.experts * shard.shape[1]
+            whole = self.partition.gather(rows, 0, count, dtype)
+            return whole.reshape(-1, *shard.shape[1:])
+        if "embed" not in axes:
+            return shard
+        axis = axes.index("embed")
+        size = getattr(self, name).shape[axis]
         dtype = jnp.dtype("float32") if name == "router" else dtype
-        return self.partition.gather(shard, axis, parameter.shape[axis], dtype)
+        return self.partition.gather(shard, axis, size, dtype)
 
     def _of_shard(self, x: jax.Array, whole: Whole) -> tuple[jax.Array, jax.Array]:
         """Returns the experts' sum for a device's tokens x (b, t, E), and all loads.
@@ -243,18 +309,14 @@ class Experts(nnx.Module):
         """Returns the experts' sum (n, E) for x (n, E), weights and chosen (n, K)."""
         x, weights, chosen = chunk
         experts = self.config.experts
-        order = jnp.argsort(chosen.reshape(-1))  # (n · K,); stable
-        ranks = jnp.argsort(order).reshape(chosen.shape)
-        expert = chosen.reshape(-1)[order]  # of each row
-        groups = _Groups(expert, jnp.bincount(expert, length=experts))
-        rows = _spread(x, order, ranks)  # (n · K, E)
-        gate = self._multiply(rows, whole, "gate", groups)
-        up = self._multiply(rows, whole, "up", groups)
-        hidden = gated(self.config.activation, gate, up)  # float32 (n · K, F)
+        rows = _Rows.of(chosen, experts)
+        gate, up = self._gate_and_up(_spread(x, rows), whole, rows)
+        hidden = gated(self.config.activation, gate, up)  # float32 (K · n, F)
         # Weighted here: so the gradient of the weights needs no result of down.
-        hidden *= weights.reshape(-1)[order][:, None]
-        down = self._multiply(hidden.astype(x.dtype), whole, "down", groups)
-        y = _combine(down, order, ranks)
+        hidden *= _sorted(weights, rows)[:, None]
+        hidden = hidden.astype(x.dtype)
+        down = self._multiply(hidden, whole["down"], rows)
+        y = _combine(self._adapted(down, hidden, whole, "down", rows), rows)
         if "down_bias" in whole:
             shares = jax.nn.one_hot(chosen, experts) * weights[..., None]  # (n, K, X)
             added = jnp.dot(shares.sum(1), whole["down_bias"], precision="highest")
@@ -265,23 +327,36 @@ class Experts(nnx.Module):
             y += self._shared(x, whole)
         return y
 
-    def _multiply(
-        self, rows: jax.Array, whole: Whole, name: str, groups: "_Groups"
+    def _gate_and_up(
+        self, x: jax.Array, whole: Whole, rows: _Rows
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns gate and up (K · n, F) of sorted rows x (K · n, E)."""
+        both = self._multiply(x, whole["gate_up"], rows)
+        parts = []
+        for name, part in zip(("gate", "up"), jnp.split(both, 2, -1), strict=True):
+            part = self._adapted(part, x, whole, name, rows)
+            if f"{name}_bias" in whole:
+                # A product, as the gradient of a look-up would be a scatter.
+                is_expert = jax.nn.one_hot(
+                    rows.expert, self.config.experts, dtype=x.dtype
+                )
+                part += jnp.dot(is_expert, whole[f"{name}_bias"].astype(x.dtype))
+            parts.append(part)
+        gate, up = parts
+        return gate, up
+
+    def _adapted(
+        self, y: jax.Array, x: jax.Array, whole: Whole, name: str, rows: _Rows
     ) -> jax.Array:
-        """Multiplies sorted rows with their experts' matrices, adapters and biases."""
-        platform = self.partition.platform
-        y = grouped_product(rows, whole[name], groups.sizes, platform)
-        if f"{name}_a" in whole:
-            z = grouped_product(rows, whole[f"{name}_a"], groups.sizes, platform)
-            z = self.config.lora.scale * z
-            y += grouped_product(z, whole[f"{name}_b"], groups.sizes, platform)
-        if name != "down" and f"{name}_bias" in whole:
-            # A product, as the gradient of a look-up would be a scatter.
-            is_expert = jax.nn.one_hot(
-                groups.expert, self.config.experts, dtype=y.dtype
-            )
-            y += jnp.dot(is_expert, whole[f"{name}_bias"].astype(y.dtype))
-        return y
+        """Adds to y what the adapters of a matrix, if it has any, make of rows x."""
+        if f"{name}_a" not in whole:
+            return y
+        z = self.config.lora.scale * self._multiply(x, whole[f"{name}_a"], rows)
+        return y + self._multiply(z, whole[f"{name}_b"], rows)
+
+    def _multiply(self, x: jax.Array, weight: jax.Array, rows: _Rows) -> jax.Array:
+        device = Device(self.partition.platform, self.partition.kernel_cores)
+        return grouped_product(x, weight, rows.sizes, device)
 
     def _shared(self, x: jax.Array, whole: Whole) -> jax.Array:
         """Returns what the expert adds that all tokens x (n, E) take."""
@@ -298,13 +373,6 @@ class Experts(nnx.Module):
         return jnp.dot(hidden.astype(x.dtype), whole["shared_down"].astype(x.dtype))
 
 
-class _Groups(NamedTuple):
-    """Rows sorted by expert. expert: int32 (m,), of each. sizes: (X,), of groups."""
-
-    expert: jax.Array
-    sizes: jax.Array
-
-
 def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns the hidden numbers of a feed-forward, in float32.
 
@@ -317,28 +385,3 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
         return GATES[activation](gate) * up
     gate = jnp.minimum(gate, CLAMP)
     return (jnp.clip(up, -CLAMP, CLAMP) + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)
-
-
-def check_platform(platform: str) -> None:
-    """Raises ValueError if devices of this platform have no grouped product."""
-    if platform == "gpu" and importlib.util.find_spec("tokamax") is None:
-        raise ValueError(
-            "experts on GPUs must have tokamax, got none: XLA would multiply every "
-            "token with all experts; install requirements/tokamax.txt"
-        )
-
-
-def grouped_product(
-    rows: jax.Array, weight: jax.Array, sizes: jax.Array, platform: str
-) -> jax.Array:
-    """Multiplies rows (m, inputs), sorted by expert, with weight (X, inputs, outputs).
-
-    sizes: int32 (X,), rows of each expert.
-    """
-    # Cast here, and not outside of a loop over chunks of tokens: their gradients then
-    # add up in the weight's own float32.
-    weight = weight.astype(rows.dtype)
-    if platform == "gpu":
-        tokamax = importlib.import_module("tokamax")
-        return tokamax.ragged_dot(rows, weight, sizes, implementation="triton")
-    return lax.ragged_dot(rows, weight, sizes)

@@ -20,6 +20,9 @@ Axes = tuple[str | None, ...]
 Weight = jax.Array | Callable[[jax.Array, int], jax.Array]
 """A whole weight, or what multiplies x with it, over as many of its axes."""
 
+SHARED_OUT = {"embed", "experts"}
+"""Names of axes over which matrices are shared out, to be gathered; each has one."""
+
 RESIDUAL: Axes = ("batch", "sequence", None)
 """Names of the axes of hidden states, (B, T, E)."""
 
@@ -29,6 +32,9 @@ class Partition(Protocol):
 
     @property
     def platform(self) -> str: ...
+
+    @property
+    def kernel_cores(self) -> int: ...
 
     def spec(
         self, names: Axes, shape: tuple[int, ...]
@@ -57,6 +63,8 @@ class Partition(Protocol):
     def largest(self, x: jax.Array, name: str) -> jax.Array: ...
 
     def shard_number(self, name: str) -> jax.Array: ...
+
+    def divides(self, name: str, size: int) -> bool: ...
 
     def shards(self, name: str) -> int: ...
 

@@ -23,6 +23,7 @@ from models import cache as caches
 from models.abstract import joined
 from models.cache import EMPTY, Cache, CacheOperations, delta_shapes
 from models.decode import Generator, last_of_rows
+from models.memory import SHARED_OUT
 from models.sampling import Sampling, row_keys, sample
 from models.sizes import LanguageModelConfig
 from tasks.command_line import read_config
@@ -293,7 +294,7 @@ def newest_parameters(run: Run, fingerprint: Mapping[str, Any]) -> tuple[Any, in
 
     def cast(parameters: Any) -> Any:
         return jax.tree.map(
-            lambda x, names: x.astype(dtype) if "embed" in names else x,
+            lambda x, names: x.astype(dtype) if SHARED_OUT & {*names} else x,
             parameters,
             axes,
         )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.experts import CLAMP, SHARPNESS, Experts, check_platform, route
+from models.experts import CLAMP, SHARPNESS, Experts, route
+from models.grouped import check_platform
 from models.lora import Lora
 from models.sizes import DecoderConfig
 from tests.small.models import Run, assert_same, partition_of

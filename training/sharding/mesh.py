@@ -25,6 +25,7 @@ from jax.sharding import (
     PartitionSpec,
 )
 
+from kernels.devices.device import kernel_cores
 from kernels.devices.slices import lay_out
 from kernels.devices.torus import is_closed, pairs_along
 from training.sharding.gathers import Stages, Way, gather, multiply
@@ -44,6 +45,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     # of parameters
     "embed": ("fsdp", "ring", "ulysses"),
+    "experts": ("fsdp", "ring", "ulysses"),
 }
 """Logical axis -> mesh axes, those of them that the mesh has.
 
@@ -172,6 +174,12 @@ class Partition:
         return device.platform if device else "cpu"
 
     @property
+    def kernel_cores(self) -> int:
+        """TensorCores of a device that share a kernel's work."""
+        device = self.mesh.abstract_mesh.abstract_device
+        return kernel_cores(device.device_kind) if device else 1
+
+    @property
     def ring_size(self) -> int:
         """Shards of a sequence to which a layout assigns its tokens."""
         return self.shards("ring")
@@ -191,11 +199,12 @@ class Partition:
     def axes(self, name: str | None) -> tuple[str, ...]:
         """Returns the axes of this mesh that RULES gives to a logical axis.
 
-        With permutes, rings of neighbours first: they carry most of the bytes.
+        With permutes, rings of neighbours first for parameters: they carry most of the
+        bytes.
         """
         rules = RULES.get(name, ()) if name else ()
         axes = tuple(axis for axis in rules if axis in self.mesh.shape)
-        if self.permutes and name == "embed":
+        if self.permutes and rules == RULES["embed"]:
             return tuple(sorted(axes, key=lambda axis: axis not in self._closed))
         return axes
 
@@ -223,6 +232,10 @@ class Partition:
             f"{size} {name} do not divide over the mesh's axes {', '.join(axes)} "
             f"({self.shards(axes)} shards): change config.mesh or the model's sizes"
         )
+
+    def divides(self, name: str, size: int) -> bool:
+        """Returns whether all devices of a logical axis share out this size."""
+        return size % self.shards(self.axes(name)) == 0
 
     def shards(self, name: str | tuple[str, ...]) -> int:
         """Counts the shards that a logical axis, or mesh axes, make of an array."""
@@ -260,7 +273,8 @@ class Partition:
         names: one tuple of axis names an argument. Inside, a parameter still has to be
         gathered over its "embed" axis: see `gather`.
         result_names: of the one result, whose rank they have; () for a scalar.
-        beside: of a second result, if there is one.
+        beside: of a second result, if there is one. What varies over which axes is
+          not checked then: libraries' kernels inside cannot say it of their results.
         """
 
         def spec(of_result: Axes) -> PartitionSpec:
@@ -274,7 +288,11 @@ class Partition:
             named = zip(names, arrays, strict=True)
             specs = tuple(self.spec(axes, x.shape) for axes, x in named)
             sharded = jax.shard_map(
-                function, mesh=self.mesh, in_specs=specs, out_specs=result
+                function,
+                mesh=self.mesh,
+                in_specs=specs,
+                out_specs=result,
+                check_vma=beside is None,
             )
             return sharded(*arrays)
 

@@ -91,7 +91,8 @@ class Weight:
     @property
     def is_stack(self) -> bool:
         """Whether it is several matrices, of experts, which come first."""
-        return self.is_matrix and len(self.shape) > 2 and self.names[0] is None
+        has_first = self.names[0] in (None, "experts")
+        return self.is_matrix and len(self.shape) > 2 and has_first
 
     @property
     def view(self) -> tuple[int, ...]:
