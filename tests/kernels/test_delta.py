@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -37,6 +37,9 @@ document that began before its row; padding is documents of one token."""
 ZEROS = 140
 """Tokens of the second row from here on are zeros."""
 EPSILON_OF_NORM = 1e-6
+NAMES = "out state q k v q_kernel k_kernel v_kernel log_decay beta".split()
+DRAWS = 4
+"""One draw's error may be that of a few numbers."""
 
 
 def problem(rng: np.random.Generator) -> tuple[Any, np.ndarray, np.ndarray]:
@@ -108,17 +111,37 @@ def ring_mesh(ring: int, slices: int = 1) -> Mesh:
     return Mesh(devices, ("ring", "ulysses"))
 
 
-def answer(function: Any, operands: Any, ahead: Any) -> Any:
-    """Result, last state, and gradients behind the norm that a layer has there."""
+def compiled(function: Callable) -> Callable[..., list[np.ndarray]]:
+    """Returns a function of operands, positions and ahead, with results as NAMES.
 
-    def loss(operands: Any) -> tuple[jax.Array, Any]:
-        out, state = function(operands)
+    Gradients are those behind the norm that a layer has there.
+    """
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(operands: Any, positions: Any, ahead: Any) -> tuple[jax.Array, Any]:
+        out, state = function(operands, positions)
         square = jnp.square(out).mean(axis=-1, keepdims=True)
         normal = out * jax.lax.rsqrt(square + EPSILON_OF_NORM)
         return (normal * ahead).sum(), (out, state)
 
-    (_, found), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(operands)
-    return jax.device_get((found, grads))
+    def answer(*arguments: Any) -> list[np.ndarray]:
+        (_, results), gradients = jax.device_get(run(*arguments))
+        return jax.tree.leaves((results, gradients))
+
+    return answer
+
+
+by_tokens = compiled(token_by_token)
+
+
+def squared_errors(got: list[np.ndarray], wanted: list[np.ndarray]) -> np.ndarray:
+    """Returns those of each array, relative to its norm."""
+    squares = []
+    for number, (x, want) in enumerate(zip(got, wanted, strict=True)):
+        assert np.isfinite(x).all(), number
+        squares.append((np.linalg.norm(x - want) / np.linalg.norm(want)) ** 2)
+    return np.array(squares)
 
 
 @pytest.mark.thorough
@@ -142,43 +165,49 @@ def answer(function: Any, operands: Any, ahead: Any) -> Any:
     ids=str,
 )
 def test_rings_give_what_tokens_give_one_by_one(layout, ring, slices, rng):
-    """In float64: results, state, and all gradients, through heads of zeros too."""
+    """Results, state, and all gradients, through heads of zeros too."""
     check_ring(layout, ring, slices, rng)
 
 
 def check_ring(
     layout: Layout, ring: int, slices: int, rng: np.random.Generator, **options: Any
 ) -> None:
-    """Compares a ring with one token after the other. options: of the mixing."""
-    operands, positions, ahead = problem(rng)
-    with jax.enable_x64():
-        one_by_one = functools.partial(token_by_token, positions=positions)
-        wanted = answer(one_by_one, operands, ahead)
+    """Compares a ring with one token after the other. options: of the mixing.
+
+    Against float64: at most twice the error of one token after the other in float32.
+    """
     order = functools.partial(permute, layout=layout, ring_size=ring)
     mix = make_delta_attention(
         ring_mesh(ring, slices), layout=layout, ulysses_axis="ulysses", **options
     )
 
-    def ours(operands: Any) -> Any:
+    def in_ring(operands: Any, positions: Any) -> Any:
         qkv, kernels, *rest = operands
         placed = tuple(map(order, qkv)), kernels, *map(order, rest), order(positions)
         out, state = mix(*placed, with_state=True)
         return unpermute(out, layout, ring), state
 
-    narrow = jax.tree.map(np.float32, (operands, ahead))
-    for got, want in zip(
-        *map(jax.tree.leaves, (answer(ours, *narrow), wanted)), strict=True
-    ):
-        assert np.isfinite(got).all()
-        assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+    in_turn = compiled(in_ring), by_tokens
+    squares = np.zeros((len(in_turn), len(NAMES)))
+    for _ in range(DRAWS):
+        operands, positions, ahead = problem(rng)
+        operands, ahead = jax.tree.map(np.float32, (operands, ahead))
+        with jax.enable_x64():
+            wide = jax.tree.map(np.float64, (operands, ahead))
+            wanted = by_tokens(wide[0], positions, wide[1])
+        for number, run in enumerate(in_turn):
+            squares[number] += squared_errors(run(operands, positions, ahead), wanted)
+    ours, theirs = np.sqrt(squares / DRAWS)
+    ratios = dict(zip(NAMES, np.round(ours / theirs, 1).tolist(), strict=True))
+    assert (ours <= 2 * theirs + 1e-6).all(), ratios
 
 
 @pytest.mark.thorough(quick=1)
 @pytest.mark.parametrize("ring", [1, 2])
-def test_segments_give_what_all_tokens_do_in_less_memory(ring, rng):
+def test_segments_give_what_tokens_do_in_less_memory(ring, rng):
     """Of 33 tokens, which do not divide a run's 160 or 80."""
+    check_ring(Contiguous(), ring, 1, rng, segment=33)
     operands, positions, ahead = jax.tree.map(np.float32, problem(rng))
-    results = []
     held = []
     for segment in (0, 33):
         build = functools.partial(make_delta_attention, layout=Contiguous())
@@ -187,11 +216,8 @@ def test_segments_give_what_all_tokens_do_in_less_memory(ring, rng):
         def total(operands: Any, mix: Any = mix) -> jax.Array:
             return (mix(*operands, np.int32(positions)) * ahead).sum()
 
-        compiled = jax.jit(jax.value_and_grad(total)).lower(operands).compile()
-        results.append(jax.device_get(compiled(operands)))
-        held.append(compiled.memory_analysis().temp_size_in_bytes)
-    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
-        assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+        program = jax.jit(jax.value_and_grad(total)).lower(operands).compile()
+        held.append(program.memory_analysis().temp_size_in_bytes)
     assert held[1] < 0.7 * held[0]
 
 

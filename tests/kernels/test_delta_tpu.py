@@ -14,12 +14,11 @@ from kernels.delta import rule, tpu
 from kernels.delta.tpu import launch
 from kernels.delta.tpu.chunk import inverses
 from kernels.layouts import Contiguous, Zigzag
-from tests.kernels.test_delta import check_ring
+from tests.kernels.test_delta import DRAWS, check_ring, squared_errors
 from tools.lib.compiled.pods import compile_for, tpu_devices
 
 NAMES = "out", "state", "q", "k", "v", "log_decay", "beta", "first state"
 ROWS, CHUNK, DEPTH = 2, 16, 16
-DRAWS = 4
 
 
 def problem(
@@ -109,7 +108,6 @@ def test_kernels_are_as_exact_as_xla(dtype, tokens, heads, has_map, is_strong, r
     by_tokens = compiled(token_by_token)
     in_turn = compiled(interpreted()), compiled(in_xla)
     squares = np.zeros((len(in_turn), len(NAMES)))
-    # One draw's error may be that of a few numbers.
     for _ in range(DRAWS):
         operands, is_first, ahead = problem(rng, tokens, heads, has_map)
         *qkv, log_decay, beta, state = operands
@@ -125,11 +123,7 @@ def test_kernels_are_as_exact_as_xla(dtype, tokens, heads, has_map, is_strong, r
             wide = jax.tree.map(lambda x: x.astype(jnp.float64), (operands, ahead))
             wanted = by_tokens(wide[0], is_first, wide[1])
         for number, run in enumerate(in_turn):
-            got = run(operands, is_first, ahead)
-            for n, (x, want) in enumerate(zip(got, wanted, strict=True)):
-                assert np.isfinite(x).all(), NAMES[n]
-                norm = np.linalg.norm(want)
-                squares[number, n] += (np.linalg.norm(x - want) / norm) ** 2
+            squares[number] += squared_errors(run(operands, is_first, ahead), wanted)
     ours, theirs = np.sqrt(squares)
     assert (ours <= 2 * theirs).all(), dict(zip(NAMES, ours / theirs, strict=True))
 
