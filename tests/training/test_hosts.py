@@ -12,7 +12,7 @@ import pytest
 from jax._src.distributed import State
 
 from tests.cases import table
-from tests.support.processes import Processes, free_port
+from tests.support.processes import Processes, free_port, without_logs
 from training.hosts import processes
 from training.hosts.watchdog import HUNG
 
@@ -214,7 +214,24 @@ def test_processes_with_different_counts_all_end_with_a_line():
     with join((2, 0), (3, 1)) as two:
         results = two.finish(timeout=120)
     wanted = "count must be the same on every process, got 2, 3 on processes 0 to 1"
-    assert results == [(1, "", f"error: hosts: {wanted}\n")] * 2
+    for code, said, errors in results:
+        assert (code, said) == (1, "")
+        assert without_logs(errors) == f"error: hosts: {wanted}\n", errors
+
+
+def test_lines_of_c_libraries_alone_are_left_out():
+    logged = (
+        "F1129 15:27:01.784489    1191 filter_stack_call.cc:1098] Check failed: bla \n"
+        "*** Check failure stack trace: ***\n"
+        "    @     0x7f1d4713d7d4  absl::log_internal::LogMessage::SendToLog()\n"
+    )
+    said = (
+        "W1129 15:27:01.784489 140062 loop.py:98] of absl in Python\n"
+        "train.py:7: UserWarning: of Python\n"
+        "Traceback (most recent call last):\n"
+        "error: of ours\n"
+    )
+    assert without_logs(logged + said) == said
 
 
 @pytest.mark.slow
