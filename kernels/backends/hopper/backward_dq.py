@@ -76,10 +76,12 @@ def _kernel(
     operands, sum_ref = inputs
     *results, smem = result_and_smem
     dq_ref = results[0] if sum_ref is None else sum_ref
-    program = Program.of(operands, config.block_k)
-    begin, end = program.begin, program.end
 
+    # Each role finds its program: of one for both, ptxas spills the number of the
+    # query tile over the loop, in heads of 256.
     def consume(wg: jax.Array) -> None:
+        program = Program.of(operands, config.block_k)
+        begin, end = program.begin, program.end
         batch, head = program.batch, program.head
         queries = program.queries(operands, wg)
         rows = queries.rows
@@ -94,8 +96,10 @@ def _kernel(
             pl.when(begin >= end)(consumer.write_zeros)
 
     def produce() -> None:
+        program = Program.of(operands, config.block_k)
         source = program.source(operands)
-        pl.when(begin < end)(lambda: _produce(program, smem, source))
+        has_keys = program.begin < program.end
+        pl.when(has_keys)(lambda: _produce(program, smem, source))
 
     by_role(consume, produce)
 
