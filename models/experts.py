@@ -207,8 +207,9 @@ class Experts(nnx.Module):
             bias = f"{name}_bias"
             shape = (config.experts, sides[name][1])
             setattr(self, bias, zeros(shape, FORMS[bias]))
-        for name in set(ROUTED).intersection(config.lora.matrices):
-            self._adapt(name, rngs)
+        for name in ROUTED:  # in one order on all hosts, which draw the same numbers
+            if name in config.lora.matrices:
+                self._adapt(name, rngs)
 
     def _axes(self, name: str) -> Axes:
         """Returns the names of a matrix's axes, for these experts and devices."""

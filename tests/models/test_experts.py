@@ -122,6 +122,13 @@ def test_experts_and_gradients_are_those_of_all_experts_in_float64(case):
     assert_same(got, want, 3e-6)
 
 
+def test_adapters_are_drawn_in_one_order_on_all_hosts():
+    config = dataclasses.replace(SIZES, lora=Lora(rank=2))
+    module = Experts(config, partition_of(MeshShape()), 0, rngs=nnx.Rngs(1))
+    names = [name for name in vars(module) if name[-2:] in ("_a", "_b")]
+    assert names == ["gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"]
+
+
 @pytest.mark.parametrize("router", ["chosen", "all", "sigmoid"])
 def test_of_equal_experts_the_first_are_taken_and_gradients_are_finite(router):
     """Also by padding, whose logits are all equal."""
