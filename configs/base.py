@@ -149,6 +149,9 @@ FIELDS = dict(
         rank=0,  # rank of the adapters; 0: none, all parameters are trained
         alpha=16.0,  # an adapter's output is multiplied by alpha / rank
         targets="q,k,v,o,gate,up,down",  # matrices that have an adapter
+        # Rank of the A that gate and up of each expert share, as PEFT's adapters of
+        # target_parameters do; 0: each has its own, of the rank above.
+        gate_up_rank=0,
         # Type in which frozen matrices are held: "bfloat16", "float32", or "" for that
         # of compute_dtype, in which they are multiplied.
         base_dtype="",

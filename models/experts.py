@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.adapters import FACTORS
 from models.grouped import Device, check_platform, grouped_product
 from models.layers import GATES, INITIAL_STDDEV, RMSNorm, matrix, zeros
 from models.memory import RESIDUAL, Axes, Partition, scan_chunks
@@ -220,14 +219,17 @@ class Experts(nnx.Module):
     def _adapt(self, name: str, rngs: nnx.Rngs) -> None:
         """Gives each expert's matrix two factors of its own; see `adapters.adapt`."""
         experts, inputs, outputs = getattr(self, name).shape
-        rank = self.config.lora.rank
+        lora = self.config.lora
+        rank = lora.rank_of(name)
         bound = inputs**-0.5
         shape = (experts, inputs, rank)
         a = jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
         b = jnp.zeros((experts, rank, outputs), jnp.float32)
-        for end, values in zip(FACTORS, (a, b), strict=True):
-            factor = nnx.LoRAParam(values, axes=FORMS[f"{name}_{end}"])
-            setattr(self, f"{name}_{end}", factor)
+        factors = {f"{name}_a": a, f"{name}_b": b}
+        if name == "up" and lora.gate_up_rank:
+            del factors["up_a"]  # gate's is its own
+        for factor, values in factors.items():
+            setattr(self, factor, nnx.LoRAParam(values, axes=FORMS[factor]))
 
     def __call__(
         self, x: jax.Array, norm: RMSNorm | None = None
@@ -350,9 +352,10 @@ class Experts(nnx.Module):
         self, y: jax.Array, x: jax.Array, whole: Whole, name: str, rows: _Rows
     ) -> jax.Array:
         """Adds to y what the adapters of a matrix, if it has any, make of rows x."""
-        if f"{name}_a" not in whole:
+        if f"{name}_b" not in whole:
             return y
-        z = self.config.lora.scale * self._multiply(x, whole[f"{name}_a"], rows)
+        a = f"{name}_a" if f"{name}_a" in whole else "gate_a"
+        z = self.config.lora.scale * self._multiply(x, whole[a], rows)
         return y + self._multiply(z, whole[f"{name}_b"], rows)
 
     def _multiply(self, x: jax.Array, weight: jax.Array, rows: _Rows) -> jax.Array:

@@ -41,7 +41,10 @@ def num_adapter_parameters(config: DecoderConfig) -> int:
         for name in config.lora.matrices:
             if name in FEED_FORWARD or not kind.is_delta:
                 inputs, outputs = sides[name]
-                total += config.uses(name) * config.lora.rank * (inputs + outputs)
+                if name == "up" and config.lora.gate_up_rank:
+                    inputs = 0  # as gate's A is its own
+                rank = config.lora.rank_of(name)
+                total += config.uses(name) * rank * (inputs + outputs)
     return total
 
 

@@ -21,11 +21,14 @@ class Lora:
 
     rank: of all of them; 0 for none. alpha: alpha / rank is a factor on each.
     targets: names of `TARGETS`, separated by commas.
+    gate_up_rank: of the A that gate and up of each expert share, as those that PEFT's
+      `target_parameters` name; 0: each has its own, of `rank`.
     """
 
     rank: int = 0
     alpha: float = 16.0
     targets: str = ",".join(TARGETS)
+    gate_up_rank: int = 0
 
     def __post_init__(self):
         errors = []
@@ -40,6 +43,12 @@ class Lora:
                 f"targets={self.targets!r} must be some of {','.join(TARGETS)}, each "
                 "once, separated by commas"
             )
+        has_both = {"gate", "up"} <= set(targets)
+        if not 0 <= self.gate_up_rank < 1 << 31 or self.gate_up_rank and not has_both:
+            errors.append(
+                f"gate_up_rank={self.gate_up_rank} must be at least 0, and 0 without "
+                f"both gate and up in targets={self.targets!r}"
+            )
         if errors:
             raise ValueError("; ".join(errors))
 
@@ -47,6 +56,11 @@ class Lora:
     def scale(self) -> float:
         """Returns the factor on what adapters give; 0 without any."""
         return self.alpha / self.rank if self.rank else 0.0
+
+    def rank_of(self, matrix: str) -> int:
+        """Returns the rank of a matrix's adapter, by its name in `TARGETS`."""
+        is_shared = self.gate_up_rank > 0 and matrix in ("gate", "up")
+        return self.gate_up_rank if is_shared else self.rank
 
     @property
     def matrices(self) -> list[str]:

@@ -201,6 +201,10 @@ class DecoderConfig:
                 f"rank={self.lora.rank} must be at most {least}, the smallest side of "
                 f"the matrices of targets={self.lora.targets!r}"
             )
+        if self.lora.gate_up_rank and not self.experts:
+            errors.append(
+                f"gate_up_rank={self.lora.gate_up_rank} must be 0 without experts"
+            )
         return errors
 
     def _wrong_delta(self) -> list[str]:

@@ -21,6 +21,7 @@ from training.update.optimizer import OptimizerSettings, Storage
 PARTS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
 PARTS -= {"rope_theta", "norm_epsilon"}
 PARTS |= {"truncate", "action_bins", "short_factor", "long_factor", "query_scale"}
+PARTS |= {"gate_up_rank"}
 """Fields that a fingerprint leaves out where they have their default."""
 
 STORED = "moments", "parameters", "placement"

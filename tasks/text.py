@@ -215,6 +215,7 @@ def sizes(config: ConfigDict) -> LanguageModelConfig:
     fields: dict[str, Any] = {**config.model}
     fields["vocab_size"] = corpora.vocab_size(config)
     scaling = RopeScaling(**config.rope_scaling)
-    lora = Lora(config.lora.rank, config.lora.alpha, config.lora.targets)
+    part = config.lora
+    lora = Lora(part.rank, part.alpha, part.targets, part.gate_up_rank)
     lora = lora if lora.rank else Lora()  # without any it is as it was before
     return LanguageModelConfig(**fields, rope_scaling=scaling, lora=lora)

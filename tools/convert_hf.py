@@ -162,9 +162,11 @@ def export_model(
                 f"{workdir} holds no adapters: export it without --adapter"
             )
         source.check_alone(config, kept)
-        fields = adapters.config_fields(config.lora, original and str(original))
+        source = source.alone(kept)
         model = source.model
-        source = source.saved
+        base_model = original and str(original)
+        lora = model.config.lora
+        fields = adapters.config_fields(lora, base_model, source.is_whole)
         form = adapters
         file_bytes = sys.maxsize  # PEFT reads one file
     else:
@@ -212,7 +214,7 @@ def _weights(
     tensors: their names, if there are files.
     """
     if "peft_type" in fields:
-        return adapters.weights_of(model)
+        return adapters.weights_of(model, fields)
     form = hf_config.experts_form(fields, tensors)
     return names.weights_of(model, hf_config.fused(fields), form)
 
@@ -301,7 +303,7 @@ def _narrowed(tensor: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 def _tensors(
-    saved: SavedParameters | adapters.Adapted,
+    saved: SavedParameters | adapters.Adapted | adapters.Alone,
     weights: Sequence[Weight],
     model: Model,
     partition: Partition,

@@ -123,10 +123,13 @@ def test_experts_and_gradients_are_those_of_all_experts_in_float64(case):
 
 
 def test_adapters_are_drawn_in_one_order_on_all_hosts():
-    config = dataclasses.replace(SIZES, lora=Lora(rank=2))
+    lora = Lora(rank=2, gate_up_rank=3)
+    config = dataclasses.replace(SIZES, lora=lora)
     module = Experts(config, partition_of(MeshShape()), 0, rngs=nnx.Rngs(1))
-    names = [name for name in vars(module) if name[-2:] in ("_a", "_b")]
-    assert names == ["gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b"]
+    shapes = {n: p.shape for n, p in vars(module).items() if n[-2:] in ("_a", "_b")}
+    assert [*shapes] == ["gate_a", "gate_b", "up_b", "down_a", "down_b"]
+    assert shapes["gate_a"] == (6, 16, 3) and shapes["up_b"] == (6, 3, 12)
+    assert shapes["down_b"] == (6, 2, 16)
 
 
 @pytest.mark.parametrize("router", ["chosen", "all", "sigmoid"])

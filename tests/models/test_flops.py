@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs import base, models
-from models.flops import num_matrix_parameters, train_flops
+from models.flops import num_adapter_parameters, num_matrix_parameters, train_flops
 from models.lora import Lora
 from models.sizes import LanguageModelConfig
 from tasks.text import TextRun
@@ -102,6 +102,11 @@ def test_frozen_matrices_have_no_gradients_to_count():
     # A and B of query (12 to 6 x 4) and down (20 to 12), in 3 layers, 6 a parameter.
     own = 6 * 3 * 2 * (12 + 24 + 20 + 12) * tokens
     assert train_flops(adapted, tokens, pairs) == whole - frozen + own
+    # Gate and up of 2 experts, of rank 3 with one A: E = 12 to 20 each.
+    of_experts = dataclasses.replace(GROUPED, experts=4, experts_per_token=2)
+    lora = Lora(rank=2, targets="gate,up", gate_up_rank=3)
+    shared = dataclasses.replace(of_experts, lora=lora)
+    assert num_adapter_parameters(shared) == 3 * 2 * 3 * (12 + 20 + 20)
     # 8B at 128 Ki tokens; without adapters 5.902e15 of matrices and 13.511e15.
     config = models.get_config("llama3_8b/lora_h200")
     length, model = 131_072, config.model

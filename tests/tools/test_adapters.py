@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from data.batch import Batch
 from kernels.layouts import permute
+from models.lora import Lora
 from tasks import run_config
 from tasks.generation import restored_parameters
 from tasks.programs import read_frozen
@@ -103,8 +104,8 @@ def test_a_merged_export_is_the_model_and_the_products_of_its_adapters(runs, tmp
 
 
 @pytest.mark.thorough
-def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path):
-    name = "llama_scaled"
+@pytest.mark.parametrize("name", ["llama_scaled", "qwen3_moe", "gpt_oss"])
+def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path, name):
     config, partition = run_of(runs, name)
     like = {"original": hf_models.DIRECTORY / name, "adapter_only": True}
     export_model(config.workdir, tmp_path / "peft", partition, **FILE, **like)
@@ -118,6 +119,11 @@ def test_an_exported_adapter_is_the_one_that_was_imported(runs, tmp_path):
         json.loads((folder / adapters.CONFIG).read_text())
         for folder in (tmp_path / "peft", DIRECTORY / name)
     )
+    wholes = adapters.last_names(fields.pop("target_parameters", None))
+    assert wholes == sorted(adapters.last_names(theirs["target_parameters"]))[::-1]
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        own = {f"experts.{last}": x for last, x in fields.pop(pattern, {}).items()}
+        assert own == theirs[pattern]
     assert {*fields.pop("target_modules")} == {*theirs["target_modules"]}
     assert fields.pop("base_model_name_or_path") == str(like["original"])
     assert fields.items() <= theirs.items()
@@ -169,6 +175,18 @@ def test_layers_that_are_all_may_be_listed_and_fused_matrices_are_refused():
     fused = [name.replace("gate_proj", "gate_up_proj") for name in names]
     with pytest.raises(ValueError, match="adapters of gate_up_proj, of which models"):
         adapters.read_lora(fields, fused, 2)
+
+
+def test_scales_of_parameters_are_by_their_own_rank():
+    """alpha / rank, or by RsLoRA alpha / sqrt(rank), which is one for all here."""
+    fields = json.loads((DIRECTORY / "gpt_oss" / adapters.CONFIG).read_text())
+    names = [*load_file(DIRECTORY / "gpt_oss" / adapters.TENSORS)]
+    wanted = Lora(4, 6.0, "q,v,gate,up,down", 6)
+    assert adapters.read_lora(fields, names, 2) == wanted
+    pattern = {".*\\.gate_up_proj": 3 * 6**0.5}
+    fields |= {"use_rslora": True, "alpha_pattern": pattern}
+    wanted = dataclasses.replace(wanted, alpha=12.0)
+    assert adapters.read_lora(fields, names, 2) == wanted
 
 
 @pytest.mark.parametrize(("changes", "said"), pairs("adapter_configs.txt"))
@@ -247,7 +265,9 @@ def adapters_of(name: str, when: str, run: Run) -> Any:
     tensors = {n.removeprefix(f"{when}."): x for n, x in found if n.startswith(when)}
     files = SimpleNamespace(read=lambda name, index: tensors[name][index])
     files.shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return load(files, adapters.weights_of(run.model), run.model, run.partition)
+    fields = json.loads((DIRECTORY / name / adapters.CONFIG).read_text())
+    weights = adapters.weights_of(run.model, fields)
+    return load(files, weights, run.model, run.partition)
 
 
 @pytest.mark.thorough
@@ -274,25 +294,37 @@ def test_an_adapter_adds_only_its_own_products():
     assert products("products", **lora) == products("products") + more + 6
 
 
+def adapters_of_each_expert(
+    folder: Path, matrices: dict[str, tuple[int, int]], experts: int
+) -> dict[str, np.ndarray]:
+    """Writes PEFT's adapters of rank 2 with modules of each expert, in two layers.
+
+    matrices: inputs and outputs of those that have one.
+    """
+    rng = np.random.default_rng(6)
+    factors = {}
+    for layer, expert, matrix in np.ndindex(2, experts, len(matrices)):
+        name, (inputs, outputs) = [*matrices.items()][matrix]
+        module = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
+        for end, shape in (("A", (2, inputs)), ("B", (outputs, 2))):
+            factor = rng.normal(size=shape).astype(np.float32)
+            factors[f"base_model.model.{module}.lora_{end}.weight"] = factor
+    folder.mkdir()
+    save_file(factors, folder / adapters.TENSORS)
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
+    (folder / adapters.CONFIG).write_text(json.dumps(fields))
+    return factors
+
+
 @pytest.mark.thorough
 def test_adapters_of_experts_are_merged_and_named(tmp_path):
     """Each expert's by its own number, in and out; the merged model has their sums."""
-    name, rng = "qwen3_moe", np.random.default_rng(6)
+    name = "qwen3_moe"
     held = load_file(hf_models.DIRECTORY / name / "model.safetensors")
-    factors = {}
-    for tensor in held:
-        if re.search(r"experts\.\d+\.(gate|down)_proj", tensor):
-            outputs, inputs = held[tensor].shape
-            module = f"base_model.model.{tensor.removesuffix('.weight')}.lora_"
-            factors[f"{module}A.weight"] = rng.normal(size=(2, inputs))
-            factors[f"{module}B.weight"] = rng.normal(size=(outputs, 2))
-    factors = {n: x.astype(np.float32) for n, x in factors.items()}
     source = tmp_path / "source"
-    source.mkdir()
-    save_file(factors, source / adapters.TENSORS)
-    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
-    (source / adapters.CONFIG).write_text(json.dumps(fields))
-    partition = partition_of(MeshShape(fsdp=2, ring=2, tensor=2))
+    matrices = {"gate": (32, 12), "down": (12, 32)}
+    factors = adapters_of_each_expert(source, matrices, experts=8)
+    partition = partition_of(CUBE)
     weights, workdir = tmp_path / "weights", tmp_path / "adapted"
     import_model(hf_models.DIRECTORY / name, weights, partition)
     import_model(source, workdir, partition, weights=weights)
@@ -310,3 +342,44 @@ def test_adapters_of_experts_are_merged_and_named(tmp_path):
             a, b = (factors[f"{module}{factor}.weight"] for factor in "AB")
             wanted = wanted + 3 * b @ a
         np.testing.assert_allclose(got, wanted, atol=1e-5, err_msg=tensor)
+    adapted = adapters.Adapted(TextRun(run_config.read(str(workdir)), partition))
+    with pytest.raises(ValueError, match="targets='gate,down' must have both gate and"):
+        adapted.alone({"model_type": "mixtral"})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shared", [4, 0])
+def test_gates_with_an_a_of_their_own_are_blocks_of_one_adapter(tmp_path, shared):
+    """Where PEFT has one adapter of all experts; merged they are the same model.
+
+    shared: rank of the blocks; 0: only `down` has adapters.
+    """
+    name = "gpt_oss"
+    source, like = tmp_path / "source", {"original": hf_models.DIRECTORY / name, **FILE}
+    matrices = {"down": (24, 32)}
+    matrices |= dict.fromkeys(("gate", "up"), (32, 24)) if shared else {}
+    adapters_of_each_expert(source, matrices, experts=4)
+    partition = partition_of(CUBE)
+    weights, merged = tmp_path / "weights", []
+    import_model(hf_models.DIRECTORY / name, weights, partition)
+    for number in range(2):
+        workdir, out = str(tmp_path / f"run{number}"), tmp_path / f"merged{number}"
+        import_model(source, Path(workdir), partition, weights=weights)
+        export_model(workdir, out, partition, **like)
+        merged.append(load_file(out / "model.safetensors"))
+        source = tmp_path / f"peft{number}"
+        export_model(workdir, source, partition, adapter_only=True, **like)
+    fields = json.loads((source / adapters.CONFIG).read_text())
+    assert fields["target_modules"] == [] and fields["r"] == 2
+    ranks = {"gate_up_proj": 4} if shared else None
+    alphas = {"gate_up_proj": 12} if shared else None
+    assert fields.get("rank_pattern") == ranks
+    assert fields.get("alpha_pattern") == alphas
+    assert run_config.read(workdir).lora.gate_up_rank == shared
+    plain = load_file(hf_models.DIRECTORY / name / "model.safetensors")
+    for tensor, wanted in merged[0].items():
+        np.testing.assert_allclose(merged[1][tensor], wanted, atol=1e-5, err_msg=tensor)
+        is_adapted = tensor.endswith("down_proj")
+        is_adapted |= tensor.endswith("gate_up_proj") and shared > 0
+        changes = np.abs(wanted - plain[tensor].astype(np.float32)).max()
+        assert (changes > 1) == is_adapted

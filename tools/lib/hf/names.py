@@ -37,7 +37,8 @@ class Weight:
     numbers: of the layers that have it.
     experts: of each of which there is a tensor, "{expert}" in its name; 0 otherwise.
     leading: axes before the inputs that the tensor has, too: 1 of all experts in one.
-    spacing: columns of the tensor from one of these to the next; others lie between.
+    spacing: outputs of the tensor from one of these to the next; others lie between.
+    order: axes of the parameter in the order in which the tensor has them, if another.
 
     Shapes and indices below are those of one tensor.
     """
@@ -52,6 +53,7 @@ class Weight:
     experts: int = 0
     leading: int = 0
     spacing: int = 1
+    order: tuple[int, ...] = ()
 
     @property
     def is_stacked(self) -> bool:
@@ -77,7 +79,7 @@ class Weight:
     @property
     def along(self) -> int:
         """Returns the axis of the tensor along which it holds other parameters too."""
-        return self.leading if self.spacing == 1 else -1
+        return self.leading if self.spacing == 1 or self.is_turned else -1
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the tensor's part, from that of the parameter."""
@@ -87,7 +89,7 @@ class Weight:
         """Returns the shape of the tensor if no other parameter comes after this."""
         stored = [*self.stored_shape(shape)]
         if self.spacing > 1:
-            stored[-1] *= self.spacing
+            stored[self.along] *= self.spacing
         else:
             stored[self.leading] += self.first
         return tuple(stored)
@@ -103,13 +105,19 @@ class Weight:
 
     def from_stored(self, part: np.ndarray, shape: Shape) -> np.ndarray:
         """Views a part of the tensor as a part (of this shape) of the parameter."""
+        part = self._turned(part)
         if self.spacing > 1:
             part = part[..., self.first :: self.spacing]
-        return self._turned(part).reshape(shape)
+        if not self.order:
+            return part.reshape(shape)
+        ordered = part.reshape([shape[axis] for axis in self.order])
+        return ordered.transpose(np.argsort(self.order))
 
     def to_stored(self, array: np.ndarray) -> np.ndarray:
         """Returns the parameter as the tensor, in the tensor's order in memory."""
         stored = self.stored_shape(array.shape)
+        if self.order:
+            array = array.transpose(self.order)
         if self.is_turned:
             lead = stored[: self.leading]
             stored = (*lead, *reversed(stored[self.leading :]))
@@ -121,7 +129,10 @@ class Weight:
             return parts[0]
         if self.spacing == 1:
             return np.concatenate(parts, self.along)
-        return np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
+        shape = [*parts[0].shape]
+        axis = self.along % len(shape)
+        shape[axis] = -1
+        return np.stack(parts, axis + 1).reshape(shape)
 
     def _turned(self, array: np.ndarray) -> np.ndarray:
         """Reverses the axes after the leading ones, where inputs come last there."""
@@ -132,6 +143,7 @@ class Weight:
 
     def _sides(self, axes: tuple) -> list[tuple]:
         """Returns the axes that are one of the tensor's each, in its order."""
+        axes = tuple(axes[axis] for axis in self.order) or tuple(axes)
         leading = [(axis,) for axis in axes[: self.leading]]
         axes = axes[self.leading :]
         sides = [axes[: self.input_axes], axes[self.input_axes :]]

@@ -134,10 +134,17 @@ def _fill(
     stacked = weight.stacked
     # Layers, and experts, are whole on every device.
     tensors = part.reshape(-1, *part.shape[stacked:])
-    stored_index = weight.stored_index(shape[stacked:], index[stacked:])
+    shape = shape[stacked:]
+    own = index[stacked:]
+    # In another order a part is not one piece of the tensor, which is read whole.
+    wanted = (slice(None),) * len(own) if weight.order else own
+    stored_index = weight.stored_index(shape, wanted)
     for tensor, name in zip(tensors, weight.names, strict=True):
         stored = files.read(name, stored_index)
-        tensor[...] = weight.from_stored(stored, tensor.shape)
+        if weight.order:
+            tensor[...] = weight.from_stored(stored, shape)[own]
+        else:
+            tensor[...] = weight.from_stored(stored, tensor.shape)
         if not np.isfinite(tensor).all():
             raise ValueError(
                 f"{name} holds numbers that are not finite, which no training recovers "
