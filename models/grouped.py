@@ -152,7 +152,9 @@ def _tpu_gradient(
     columns = _columns(dy.shape[1], cores)
     tiling = ROWS // cores, _inputs(rows.shape[1], GRADIENT // columns), columns
     transposed = _whole_tiles(rows, tiling[0]).swapaxes(0, 1)  # the kernel undoes it
-    return tgmm(transposed, _whole_tiles(dy, tiling[0]), sizes, jnp.float32, tiling)
+    padded = _whole_tiles(dy, tiling[0])
+    with jax.numpy_dtype_promotion("standard"):  # in which the kernel is written
+        return tgmm(transposed, padded, sizes, jnp.float32, tiling)
 
 
 def _whole_tiles(rows: jax.Array, tile: int) -> jax.Array:

@@ -19,7 +19,7 @@ from kernels.devices import chips
 from kernels.devices.torus import wraps
 from tests.cases import pairs
 from tools.lib.compiled.hlo import Program
-from tools.lib.compiled.hlo_text import arrays
+from tools.lib.compiled.hlo_text import Operation, arrays
 from tools.lib.compiled.pods import (
     PODS,
     aot_pod,
@@ -325,6 +325,36 @@ def test_flops_are_those_of_the_product_however_it_is_printed(printed, flops):
         ROOT %z = {result} {how}(%x, %y), {rest}"""
     found = total(body, chip=FAST).products * CHIP.peak_flops
     assert found == pytest.approx(math.prod(map(int, flops.split(" * "))))
+
+
+TOKENS, MATRICES, MADE = "bf16[512,64]", "bf16[4,64,32]", "bf16[512,32]"
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "listed", "flops"),
+    [
+        # Of 8 tiles of 64 rows three are visited twice.
+        ("ragged-dot-none.1", (TOKENS, MATRICES, MADE), 11, 1.1 * 11 / 8),
+        ("gmm.2", (MADE, MATRICES, TOKENS), 11, 1.1 * 11 / 8),
+        ("tgmm", (TOKENS, MADE, "f32[4,64,32]"), 11, 1.4 * 11 / 8),
+        ("triton_kernel_call.3", (TOKENS, MATRICES, MADE), 5, 1.1),
+        ("sort.3", (TOKENS, MATRICES, MADE), 11, 0),
+    ],
+)
+def test_grouped_products_count_the_tiles_that_they_visit(name, arrays, listed, flops):
+    left, right, result = arrays
+    body = f"""%s = s32[5] parameter(0)
+        %t = s32[{listed}] parameter(1)
+        %x = {left} parameter(2)
+        %y = {right} parameter(3)
+        ROOT %{name} = {result} custom-call(%s, %t, %x, %y)"""
+    found = total(body, chip=FAST).products * CHIP.peak_flops
+    assert found == pytest.approx(flops * 2 * 512 * 64 * 32)
+
+
+def test_the_largest_integer_is_no_number_of_cycles():
+    line = 'fusion(%x), backend_config={"estimated_cycles":"9223372036854775807"}'
+    assert Operation("scatter", "fusion", (), line).cycles is None
 
 
 WAIT = (HLO / "wait.txt").read_text()

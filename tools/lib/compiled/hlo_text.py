@@ -39,6 +39,7 @@ FREE |= {"call-update", "async-update"}
 
 CALLS = {"while", "call", "conditional", "custom-call"}
 
+UNKNOWN_CYCLES = 2**62
 SMALL_CYCLES, SMALL_ELEMENTS = 5000, 4096
 """XLA gives those instructions that move a few bytes about 2,200 cycles."""
 
@@ -141,9 +142,12 @@ class Operation:
 
     @functools.cached_property
     def cycles(self) -> int | None:
-        """What XLA takes it to last, in cycles of a core; None where it is not said."""
+        """What XLA takes it to last, in cycles of a core; None where it is not said.
+
+        Of what a SparseCore runs XLA says the largest integer that there is.
+        """
         cycles = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(cycles[1]) if cycles else None
+        return int(cycles[1]) if cycles and int(cycles[1]) < UNKNOWN_CYCLES else None
 
     @property
     def is_small(self) -> bool:

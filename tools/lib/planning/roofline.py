@@ -10,8 +10,8 @@ are those of operands and results with the padding of their tiles, but
 - an asynchronous copy takes the memory's time that instructions beside it leave.
 
 That is the least: it knows no latency, no arithmetic but products, no partial tiles of
-the matrix units. Or an instruction lasts as long as XLA takes it to, where XLA says so
-(TPUs). Attention kernels and collectives are timed elsewhere.
+the matrix units; but see `grouped_flops`. Or an instruction lasts as long as XLA takes
+it to, where XLA says so (TPUs). Attention kernels and collectives are timed elsewhere.
 """
 
 import math
@@ -36,6 +36,14 @@ PASSES = {"high": 3, "highest": 6}
 less than a GPU takes."""
 
 _GEMM = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?matmul|__cublas\$gemm')
+
+_GROUPED = re.compile(r"ragged-dot-none|t?gmm\b|triton_kernel_call")
+"""Names of the kernels that are grouped products, of XLA, JAX and tokamax."""
+
+GROUPED = {2: 1.1, 3: 1.4}
+"""Cycles of a grouped product over those at the peak, by axes of its result: rows, or a
+gradient of weights. Counted in bundles of v5p, v6e and TPU7x (1.0 to 1.2, 1.2 to 1.6);
+of GPUs taken to be the same."""
 
 _BATCH = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
 
@@ -202,6 +210,8 @@ class Roofline:
                     yield from self._products(inner, fused)
         elif flops := product_flops(computation, operation):
             yield operation.op_name, flops / self._chip.peak_flops
+        elif flops := grouped_flops(computation, operation):
+            yield operation.op_name, flops / self._chip.peak_flops
 
     def _memory(self, computation: Computation, operation: Operation) -> float:
         """Returns the seconds in which an operation keeps the device's memory busy."""
@@ -336,6 +346,30 @@ def product_flops(computation: Computation, operation: Operation) -> float:
     precision = re.search(r"operand_precision=\{(\w+)", operation.rest)
     passes = PASSES.get(precision[1], 1) if precision and is_float32 else 1
     return 2.0 * products * passes
+
+
+def grouped_flops(computation: Computation, operation: Operation) -> float:
+    """Returns the FLOPs that take as long as a grouped product; 0 of others.
+
+    Of rows (m, I), weights (X, I, O) and results (m, O), one of which is the result,
+    the elements multiply to X (m I O)^2. A tile with rows of two groups is computed for
+    both: TPUs' kernels read how many tiles that makes.
+    """
+    if operation.opcode != "custom-call" or not _GROUPED.match(operation.name):
+        return 0.0
+    operands = [operand.results[0] for operand in computation.operands(operation)]
+    arrays = [*operands, *operation.results]
+    factors = [array for array in arrays if "f" in array.dtype]
+    weights = [array for array in factors if len(array.sizes) == 3]
+    if len(factors) != 3 or len(weights) != 1:
+        return 0.0
+    groups = weights[0].sizes[0]
+    elements = math.prod(array.elements for array in factors)
+    flops = 2.0 * math.sqrt(elements / groups)
+    visited = max(array.elements for array in operands if array.dtype == "s32")
+    if visited > groups + 1:  # TPUs list the tiles, GPUs only the groups
+        flops *= visited / (visited - groups + 1)
+    return flops * GROUPED[len(operation.results[0].sizes)]
 
 
 def _batch(operation: Operation, arrays: tuple[Array, Array, Array]) -> int:

@@ -1,0 +1,60 @@
+"""Grouped products and their gradients against each group's own product in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from models.grouped import GRADIENT, MATRIX, Device, _columns, _inputs, grouped_product
+from tests.small.models import assert_same
+
+# Rows, inputs, outputs, and rows of each group.
+CASES = {
+    "odd": (300, 200, 160, (130, 0, 1, 169)),
+    "rank": (256, 16, 130, (128, 128)),
+    "few": (7, 300, 16, (0, 3, 4)),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("device", [Device("cpu"), Device("tpu"), Device("tpu", 2)])
+@pytest.mark.parametrize("case", CASES)
+def test_products_and_gradients_are_those_of_each_group(case, device):
+    rows, inputs, outputs, sizes = CASES[case]
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(rows, inputs))
+    weight = rng.normal(size=(len(sizes), inputs, outputs))
+    dy = rng.normal(size=(rows, outputs))
+
+    def ours(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return grouped_product(x, weight, jnp.array(sizes, jnp.int32), device)
+
+    with pltpu.force_tpu_interpret_mode():
+        operands = [jnp.asarray(v, jnp.float32) for v in (x, weight, dy)]
+        y, backward = jax.vjp(ours, *operands[:2])
+        got = jax.device_get((y, *backward(operands[2])))
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    dw = np.zeros_like(weight)
+    np.add.at(dw, group, x[:, :, None] * dy[:, None])
+    y = np.einsum("mi,mio->mo", x, weight[group])
+    dx = np.einsum("mo,mio->mi", dy, weight[group])
+    assert_same(got, (y, dx, dw), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "cores", "tile"),
+    [
+        (2048, 1536, 2, (2048, 768)),  # Qwen3-30B-A3B: two cores take as many
+        (2048, 1536, 1, (1024, 1536)),
+        (768, 2048, 2, (768, 1024)),
+        (2880, 5760, 2, (1024, 1536)),  # gpt-oss: no multiple of 128 divides them
+        (16, 2048, 2, (16, 1024)),
+        (2048, 16, 2, (2048, 16)),
+    ],
+)
+def test_tiles_fit_into_memory_and_leave_no_core_idle(inputs, outputs, cores, tile):
+    columns = _columns(outputs, cores)
+    assert (_inputs(inputs, MATRIX // columns), columns) == tile
+    assert _inputs(inputs, GRADIENT // columns) * columns <= GRADIENT
+    assert -(-outputs // columns) % cores == 0 or outputs <= 128
