@@ -15,7 +15,13 @@ import numpy as np
 from flax import nnx
 
 from models.attention import Attend
-from models.decoder import Decoder, DecoderLayer, DeltaInputs
+from models.decoder import (
+    AttentionInputs,
+    Decoder,
+    DecoderLayer,
+    DeltaInputs,
+    in_turn,
+)
 from models.layers import scan_layers
 from models.sizes import DecoderConfig
 
@@ -107,7 +113,7 @@ def delta_shapes(
 
     dtype: of what the convolution reads; states are float32.
     """
-    layers = len(config.numbers(is_delta=True))
+    layers = len(config.numbers("delta_layers"))
     if not layers:
         return ()
     depth = config.delta_key_dim
@@ -305,35 +311,57 @@ def _through(
     attend, mix: given the stack of their kind and the layer's number in it, they return
       the new stack too. mix: None without Gated DeltaNet.
     """
-    layers: list[DecoderLayer] = [decoder.layers]
-    if decoder.delta_layers is not None:
-        layers.append(decoder.delta_layers)
-    structures, parameters = zip(*map(nnx.split, layers), strict=True)
     # The cache's slots, and not the new tokens, say how long a row may become: keys of
     # earlier tokens were rotated with the same frequencies.
     slots = cache.index.shape[1]
     positions = jnp.where(index == EMPTY, 0, index)
     inputs = decoder.layer_inputs(positions, attend, mix, slots)
+    carry = (x, Stacks((cache.keys, cache.values), cache.delta))
+    dense = decoder.config.dense_layers
+    if decoder.dense_layers is not None:
+        carry = _through_stacks([decoder.dense_layers], carry, inputs, (0, dense))
+    layers: list[DecoderLayer] = [decoder.layers]
+    if decoder.delta_layers is not None:
+        layers.append(decoder.delta_layers)
+    span = (dense, decoder.config.num_layers)
+    kinds = in_turn(inputs, dense)
+    x, stacks = _through_stacks(layers, carry, kinds, span)
+    return decoder.norm(x), stacks
+
+
+def _through_stacks(
+    layers: Sequence[DecoderLayer],
+    carry: tuple[jax.Array, Stacks],
+    inputs: Sequence[AttentionInputs | DeltaInputs],
+    span: tuple[int, int],
+) -> tuple[jax.Array, Stacks]:
+    """Runs the layers of one stack, or of two that take turns, and returns the carry.
+
+    inputs: of each kind, the first of which layer span[0] has.
+    span: numbers of the first layer, before which all have attention, and of the one
+      behind the last.
+    """
+    structures, parameters = zip(*map(nnx.split, layers), strict=True)
+    stack_of_kind = [int(isinstance(given, DeltaInputs)) for given in inputs]
+    first, stop = span
 
     def step(
         carry: tuple[jax.Array, Stacks], number: jax.Array, kind: int, _: None
     ) -> tuple[jax.Array, Stacks]:
         x, stacks = carry
-        stack = decoder.stack_of_kind[kind]
+        stack = stack_of_kind[kind]
         # Not from slices of a group: those would be copied.
         own = jax.tree.map(
             lambda w: jax.lax.dynamic_index_in_dim(w, number, keepdims=False),
             parameters[stack],
         )
         layer = nnx.merge(structures[stack], own)
-        given = inputs[kind].with_options(stack=stacks[stack], layer=number)
+        in_cache = number + first if first else number
+        given = inputs[kind].with_options(stack=stacks[stack], layer=in_cache)
         x, new = layer.with_cache(x, given)
         if isinstance(given, DeltaInputs):
             return x, stacks._replace(delta=new)
         return x, stacks._replace(attention=new)
 
     # Carried, not stacked up from the layers: so it is written where it is.
-    carry = (x, Stacks((cache.keys, cache.values), cache.delta))
-    span = (0, decoder.config.num_layers)
-    x, stacks = scan_layers(step, carry, span, decoder.stack_of_kind)
-    return decoder.norm(x), stacks
+    return scan_layers(step, carry, (0, stop - first), stack_of_kind)

@@ -6,7 +6,7 @@ The attention itself is an argument of the model's call.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import jax
@@ -59,7 +59,7 @@ class Stream(NamedTuple):
     """What passes through the layers.
 
     x: (B, T, E). loads: float32 (2,), sums over the layers so far of what `Experts`
-      says of their loads; None without experts.
+      says of their loads; None in models without experts.
     """
 
     x: jax.Array
@@ -68,7 +68,7 @@ class Stream(NamedTuple):
     def after(self, x: jax.Array, loads: jax.Array | None) -> "Stream":
         """Returns what leaves a layer, from its results."""
         if self.loads is None or loads is None:
-            return Stream(x, None)
+            return self._replace(x=x)
         return Stream(x, self.loads + loads)
 
 
@@ -196,22 +196,26 @@ class Decoder[Config: DecoderConfig](nnx.Module):
         self.execution = execution
         self.partition = partition
 
-        def stack[Layer](
-            make: Callable[..., Layer], heads: type, keys: jax.Array
-        ) -> Layer:
-            def layer(key: jax.Array) -> Layer:
-                return make(config, execution, partition, heads, rngs=nnx.Rngs(key))
-
-            return nnx.scan(layer, in_axes=0, out_axes=0)(keys)
-
         keys = jax.random.split(rngs.params(), config.num_layers)
-        with_attention = np.array(config.numbers(is_delta=False))
-        with_delta = np.array(config.numbers(is_delta=True))
-        if with_delta.size:
-            self.layers = stack(AttentionLayer, Attention, keys[with_attention])
-            self.delta_layers = stack(DeltaLayer, DeltaNet, keys[with_delta])
+
+        def stack[Layer](name: str, make: Callable[..., Layer], heads: type) -> Layer:
+            numbers = config.numbers(name)
+            sizes = config.of_layers[numbers[0]]
+
+            def layer(key: jax.Array) -> Layer:
+                return make(sizes, execution, partition, heads, rngs=nnx.Rngs(key))
+
+            own_keys = keys[np.array(numbers)]
+            return nnx.scan(layer, in_axes=0, out_axes=0)(own_keys)
+
+        self.layers = stack("layers", AttentionLayer, Attention)
+        if config.dense_layers:
+            self.dense_layers = stack("dense_layers", AttentionLayer, Attention)
         else:
-            self.layers = stack(AttentionLayer, Attention, keys)
+            self.dense_layers = None
+        if config.numbers("delta_layers"):
+            self.delta_layers = stack("delta_layers", DeltaLayer, DeltaNet)
+        else:
             self.delta_layers = None
         self.norm = RMSNorm(config, (config.hidden_size,))
 
@@ -229,19 +233,23 @@ class Decoder[Config: DecoderConfig](nnx.Module):
         positions: int32 (B, T), in the order of x, any. mix: of Gated DeltaNet.
         """
         layers = self.config.num_layers
-        runs = self.execution.runs(layers)
+        dense = self.config.dense_layers
         inputs = self.layer_inputs(positions, attend, mix)
         loads = jnp.zeros(2, jnp.float32) if self.config.experts else None
+        stream = Stream(x, loads)
+        if self.dense_layers is not None:
+            runs = self.execution.runs(layers, stop=dense)
+            stream = through_stack(self.dense_layers, runs, inputs, stream)
         stream = through_stack(
             self.layers,
-            runs,
-            inputs,
-            Stream(x, loads),
+            self.execution.runs(layers, first=dense),
+            in_turn(inputs, dense),
+            stream,
             self.delta_layers,
             self.stack_of_kind,
         )
         if stream.loads is not None:
-            loads = stream.loads / layers
+            loads = stream.loads / (layers - dense)
         return Stream(self.norm(stream.x), loads)
 
     @property
@@ -290,6 +298,15 @@ class Decoder[Config: DecoderConfig](nnx.Module):
                 attend_kind = functools.partial(attend, window=kind.window)
             inputs.append(AttentionInputs(rotation, attend_kind))
         return inputs
+
+
+def in_turn[Inputs](inputs: Sequence[Inputs], first: int) -> list[Inputs]:
+    """Returns what layers are called with in turns, of layer `first` at the front.
+
+    inputs: of layer 0 at the front.
+    """
+    first %= len(inputs)
+    return [*inputs[first:], *inputs[:first]]
 
 
 class LanguageModel(Decoder[LanguageModelConfig]):

@@ -298,7 +298,10 @@ class Experts(nnx.Module):
             logits += bias
             bias = None
         routing = route(logits, bias, self.config.router, self.config.experts_per_token)
-        operands = tokens, routing.weights, routing.chosen
+        weights = routing.weights
+        if self.config.expert_scale != 1:
+            weights *= self.config.expert_scale
+        operands = tokens, weights, routing.chosen
         run_chunk = functools.partial(self._of_chunk, whole=whole)
         y = scan_chunks(run_chunk, operands, self.chunk or len(tokens))
         # All devices that share the experts' width have routed the same tokens.

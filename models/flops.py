@@ -28,29 +28,25 @@ def num_matrix_parameters(config: LanguageModelConfig) -> int:
 def num_layer_matrices(config: DecoderConfig) -> int:
     """Counts the layers' parameters that a token is multiplied with."""
     total = 0
-    for layer in _sides(config):
-        for name, (inputs, outputs) in layer.items():
-            total += config.uses(name) * inputs * outputs
+    for sizes, kind in zip(config.of_layers, config.layer_kinds, strict=True):
+        for name, (inputs, outputs) in sizes.matrix_sides(kind.is_delta).items():
+            total += sizes.uses(name) * inputs * outputs
     return total
 
 
 def num_adapter_parameters(config: DecoderConfig) -> int:
     """Counts the parameters of adapters that a token is multiplied with."""
     total = 0
-    for kind, sides in zip(config.layer_kinds, _sides(config), strict=True):
+    for sizes, kind in zip(config.of_layers, config.layer_kinds, strict=True):
+        sides = sizes.matrix_sides(kind.is_delta)
         for name in config.lora.matrices:
             if name in FEED_FORWARD or not kind.is_delta:
                 inputs, outputs = sides[name]
-                if name == "up" and config.lora.gate_up_rank:
+                lora = sizes.lora
+                if name == "up" and lora.gate_up_rank:
                     inputs = 0  # as gate's A is its own
-                rank = config.lora.rank_of(name)
-                total += config.uses(name) * rank * (inputs + outputs)
+                total += sizes.uses(name) * lora.rank_of(name) * (inputs + outputs)
     return total
-
-
-def _sides(config: DecoderConfig) -> list[dict[str, tuple[int, int]]]:
-    """Returns inputs and outputs of each layer's matrices, by name."""
-    return [config.matrix_sides(kind.is_delta) for kind in config.layer_kinds]
 
 
 def _channels(config: DecoderConfig) -> int:
@@ -79,7 +75,7 @@ def layers_train_flops(config: DecoderConfig, tokens: float, pairs: float) -> fl
     """Counts the layers' part of `train_flops`, without what comes after them."""
     product = 2.0 * num_layer_matrices(config) * tokens
     adapters = 2.0 * num_adapter_parameters(config) * tokens
-    delta = len(config.numbers(is_delta=True))
+    delta = len(config.numbers("delta_layers"))
     heads = (config.num_layers - delta) * config.num_heads
     attention = 4.0 * heads * config.head_dim * pairs
     states = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim

@@ -192,12 +192,19 @@ class Execution:
             text += f"; logits {_tokens(self.loss_chunk)}"
         return text
 
-    def runs(self, layers: int) -> "list[tuple[Execution, int]]":
-        """Returns how these layers run, one run after the other, and their numbers."""
-        if self.last_layers is None:
-            return [(self, layers)]
-        last, count = self.last_layers
-        return [(self, layers - count), (last, count)]
+    def runs(
+        self, layers: int, first: int = 0, stop: int | None = None
+    ) -> "list[tuple[Execution, int]]":
+        """Returns how layers run, one run after the other, and their numbers.
+
+        layers: of the model. first, stop: of these, the first one and that behind the
+          last; all by default.
+        """
+        stop = layers if stop is None else stop
+        last, count = self.last_layers or (self, 0)
+        change = min(max(layers - count, first), stop)
+        runs = [(self, change - first), (last, stop - change)]
+        return [(run, number) for run, number in runs if number]
 
 
 def _tokens(chunk: int) -> str:
@@ -226,19 +233,21 @@ class Kept:
         """Returns the bytes that a layer keeps, by what `REMAT_POLICIES` says.
 
         Every policy keeps the layer's input; "everything" is counted as "gathered".
-        In hybrids it is the mean of the layers.
+        Where layers differ it is their mean.
         """
         kinds = self.sizes.layer_kinds
-        kept = {is_delta: self._of_kind(policy, is_delta) for is_delta in (False, True)}
-        of_tokens = sum(kept[kind.is_delta] for kind in kinds) // len(kinds)
-        return of_tokens + self.gathered * (policy in KEEP_GATHERED)
+        kept = 0
+        for sizes, kind in zip(self.sizes.of_layers, kinds, strict=True):
+            kept += self._of_kind(policy, sizes, kind.is_delta)
+        return kept // len(kinds) + self.gathered * (policy in KEEP_GATHERED)
 
-    def _of_kind(self, policy: str, is_delta: bool) -> int:
+    def _of_kind(self, policy: str, sizes: DecoderConfig, is_delta: bool) -> int:
         """Returns the bytes of the tokens in a layer with Gated DeltaNet, or another.
 
         A run's state before it is not counted: little beside the tokens' results.
+        sizes: of the layer.
         """
-        sizes, tensor = self.sizes, self.tensor
+        tensor = self.tensor
         outputs = {name: out for name, (_, out) in sizes.matrix_sides(is_delta).items()}
         kept = sizes.hidden_size
         logarithms = 0  # of a token, in float32
@@ -330,12 +339,13 @@ def feed_forward_bytes(sizes: DecoderConfig, itemsize: int) -> int:
     """Returns the bytes of a token's wide arrays in a feed-forward's backward.
 
     Gate, up, their product, and the gradients of the three. Of experts one of each for
-    every one that the token takes, and rows of its hidden states in and out.
+    every one that the token takes, and rows of its hidden states in and out. The most
+    of layers with experts and without.
     """
     width = 6 * sizes.feed_forward_size
     if sizes.experts:
         width = sizes.experts_per_token * (width + 4 * sizes.hidden_size)
-    return width * itemsize
+    return max(width, 6 * sizes.dense_feed_forward_size) * itemsize
 
 
 def choose_chunk(

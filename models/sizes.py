@@ -4,7 +4,7 @@ The defaults are LLaMA's (2302.13971).
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import jax
@@ -16,8 +16,12 @@ from models.rope import Rope, RopeScaling
 NORMS = "before", "after", "both"
 ACTIVATIONS = "silu", "gelu_tanh", "clamped"
 ROUTERS = "chosen", "all", "sigmoid"
-EXPERT_SIZES = "experts", "experts_per_token", "shared_expert_size"
+EXPERT_SIZES = (
+    *("experts", "experts_per_token", "shared_expert_size"),
+    *("dense_layers", "dense_feed_forward_size"),
+)
 """Sizes of a mixture of experts, 0 without one."""
+EXPERT_PARTS = "router", "expert_bias", "expert_scale", "shared_expert_gate"
 QK_NORMS = "", "head", "all"
 WINDOW, FULL, DELTA = "w", "f", "d"
 """Kinds of layers in a pattern; capitals have no RoPE."""
@@ -71,6 +75,9 @@ class DecoderConfig:
     expert_bias: whether the router and the experts have biases.
     shared_expert_size: width of an expert that all tokens take; 0 for none.
     shared_expert_gate: whether it is multiplied by a sigmoid.
+    expert_scale: factor on what the chosen experts add, the shared one aside.
+    dense_layers: first layers that have no experts, but one feed-forward, of width
+      dense_feed_forward_size; 0 for none.
     lora: adapters of the layers' matrices, which are frozen then, as all the rest is.
     """
 
@@ -108,13 +115,19 @@ class DecoderConfig:
     expert_bias: bool = False
     shared_expert_size: int = 0
     shared_expert_gate: bool = False
+    expert_scale: float = 1.0
+    dense_layers: int = 0
+    dense_feed_forward_size: int = 0
     rope_scaling: RopeScaling = RopeScaling()
     lora: Lora = Lora()
 
-    _ABOVE_0: ClassVar[Names] = "rope_theta", "norm_epsilon", "residual_scale"
+    _ABOVE_0: ClassVar[Names] = (
+        *("rope_theta", "norm_epsilon", "residual_scale"),
+        "expert_scale",
+    )
     _AT_LEAST_0: ClassVar[Names] = (
         *("attention_scale", "attention_soft_cap"),
-        "window_rope_theta",
+        *("window_rope_theta", "shared_expert_size"),
     )
 
     def __post_init__(self):
@@ -241,18 +254,28 @@ class DecoderConfig:
             "router": self.router != ROUTERS[0],
             "expert_bias": self.expert_bias,
             "shared_expert_size": self.shared_expert_size != 0,
+            "expert_scale": self.expert_scale != 1,
+            "dense_layers": self.dense_layers != 0,
             "activation": self.activation == "clamped",
         }
         given = [f"{name}={getattr(self, name)!r}" for name in parts if parts[name]]
         if given and not self.experts:
             errors.append(f"{', '.join(given)} must have experts of at least 1, got 0")
-        if self.shared_expert_size < 0:
-            errors.append(
-                f"shared_expert_size={self.shared_expert_size} must be at least 0"
-            )
         if self.shared_expert_gate and not self.shared_expert_size:
             errors.append(
                 "shared_expert_gate=True must have shared_expert_size of at least 1"
+            )
+        has_others = DELTA in self.layer_pattern or self.activation == "clamped"
+        most = 0 if has_others else max(1, self.num_layers) - 1
+        if not 0 <= self.dense_layers <= most:
+            errors.append(
+                f"dense_layers={self.dense_layers} must be from 0 to {most}: fewer "
+                f"than num_layers, 0 with {DELTA!r} in layer_pattern or clamped gates"
+            )
+        if (self.dense_feed_forward_size > 0) != (self.dense_layers > 0):
+            errors.append(
+                f"dense_feed_forward_size={self.dense_feed_forward_size} must be 0 if "
+                f"dense_layers={self.dense_layers} is, and else at least 1"
             )
         return errors
 
@@ -326,10 +349,29 @@ class DecoderConfig:
         """Returns the window of each layer that has attention."""
         return [kind.window for kind in self.layer_kinds if not kind.is_delta]
 
-    def numbers(self, is_delta: bool) -> list[int]:
-        """Returns the numbers of the layers with Gated DeltaNet, or of the others."""
+    @property
+    def of_layers(self) -> "list[DecoderConfig]":
+        """Returns the sizes of each layer, of which the first may have no experts."""
+        others: list[DecoderConfig] = [self] * (self.num_layers - self.dense_layers)
+        if not self.dense_layers:
+            return others
+        names = (*EXPERT_SIZES, *EXPERT_PARTS)
+        plain = {part.name: part.default for part in fields(self) if part.name in names}
+        plain["lora"] = replace(self.lora, gate_up_rank=0)
+        dense = replace(self, feed_forward_size=self.dense_feed_forward_size, **plain)
+        return [dense] * self.dense_layers + others
+
+    def numbers(self, stack: str) -> list[int]:
+        """Returns the numbers of the layers in a stack of parameters, by its name.
+
+        "dense_layers" are the first ones, "delta_layers" those with Gated DeltaNet.
+        """
+        if stack == "dense_layers":
+            return [*range(self.dense_layers)]
+        is_delta = stack == "delta_layers"
         kinds = self.layer_kinds
-        return [n for n, kind in enumerate(kinds) if kind.is_delta == is_delta]
+        others = range(self.dense_layers, self.num_layers)
+        return [n for n in others if kinds[n].is_delta == is_delta]
 
 
 @dataclass(frozen=True)

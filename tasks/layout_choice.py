@@ -173,7 +173,7 @@ def state_times(run: Run, chip: Chip) -> tuple[float, float]:
     forward, backward = states.computing(chip)
     forwards = 1 if run.config.remat == "everything" else 2
     passes = 3 if run.config.remat in RERUN else 2  # else what is sent is kept
-    layers = len(run.sizes.numbers(is_delta=True)) * run.config.train.microbatches
+    layers = len(run.sizes.numbers("delta_layers")) * run.config.train.microbatches
     computed = forwards * forward + backward
     return layers * computed, layers * passes * states.sending(chip)
 
@@ -305,7 +305,7 @@ def states_line(run: Run) -> str:
     if (states := states_of(run)) is None:
         return ""
     seconds, waits = state_times(run, run.chip)
-    layers = len(run.sizes.numbers(is_delta=True))
+    layers = len(run.sizes.numbers("delta_layers"))
     return (
         f"states: {layers} layers of Gated DeltaNet, {1e3 * seconds:.3g} ms a step by "
         f"estimate; a device sends {states.sent() / 1e6:.3g} MB a layer and pass, maps "

@@ -136,7 +136,11 @@ def workspace_bytes(run: Run) -> float:
     vocab = getattr(model, "vocab_size", 0)
     tables = vocab * model.hidden_size
     tables *= 1 if run.config.model.tied_embeddings else 2
-    layer = (run.num_parameters - tables) / model.num_layers
+    # Of layers with experts, where the first ones have none and are smaller.
+    dense = sum(map(math.prod, model.of_layers[0].matrix_sides().values()))
+    dense *= model.dense_layers
+    of_experts = model.num_layers - model.dense_layers
+    layer = (run.num_parameters - tables - dense) / of_experts
     state = (run.compute_dtype.itemsize + 4) * layer / tensor
     in_round = len(model.period) * (state + saved_bytes(run) / model.num_layers)
     ring = RING_ARRAYS / run.config.attention_parts * queries / tensor

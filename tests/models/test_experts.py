@@ -13,7 +13,7 @@ from models.experts import CLAMP, SHARPNESS, Experts, route
 from models.grouped import check_platform
 from models.lora import Lora
 from models.sizes import DecoderConfig
-from tests.small.models import Run, assert_same, partition_of
+from tests.small.models import Run, assert_same, budget_gib, partition_of
 from training.sharding.mesh import MeshShape, Partition
 
 SIZES = DecoderConfig(16, 12, 2, 4, 2, 4, experts=6, experts_per_token=2)
@@ -152,6 +152,40 @@ def test_gpus_without_a_grouped_product_are_refused(monkeypatch):
         check_platform("gpu")
 
 
+@pytest.mark.thorough
+def test_first_layers_without_experts_are_those_of_a_dense_model():
+    """Where others have one expert: windows and bases of RoPE count from layer 0."""
+    kinds = {"model__layer_pattern": "wwf", "model__window": 5, "model__num_layers": 5}
+    kinds |= {"model__window_rope_theta": 100.0, "remat": "nothing"}
+    plain = Run(MeshShape(), "vanilla", **kinds)
+    width = plain.config.model.feed_forward_size
+    parts = {"model__experts": 1, "model__experts_per_token": 1}
+    parts |= {"model__dense_layers": 2, "model__dense_feed_forward_size": width}
+    kept = Run(MeshShape(ring=4), "zigzag", **kinds, **parts).resolved.kept
+    budget = budget_gib(kept, "nothing", 4)  # the second of the dense ones keeps more
+    fields = kinds | parts | {"remat_budget_gib": budget}
+    mixed = Run(MeshShape(ring=4), "zigzag", **fields)
+    layers = plain.parameters["layers"]
+    others = jax.tree.map(lambda x: x[2:], layers)
+    matrices = {name: x[:, None] for name, x in others["feed_forward"].items()}
+    router = np.zeros((3, plain.config.model.hidden_size, 1), np.float32)
+    given = plain.parameters | {"dense_layers": jax.tree.map(lambda x: x[:2], layers)}
+    given["layers"] = others | {"feed_forward": matrices | {"router": router}}
+    mixed.parameters = jax.tree.map(
+        lambda x, like: jax.device_put(np.asarray(x), like.sharding),
+        given,
+        mixed.parameters,
+    )
+    (loss, grads), (wanted, wanted_grads) = mixed.answer(), plain.answer()
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    own = grads["layers"]
+    own["feed_forward"] = {n: own["feed_forward"][n][:, 0] for n in matrices}
+    joined = jax.tree.map(
+        lambda a, b: np.concatenate([a, b]), grads["dense_layers"], own
+    )
+    assert_same(joined, wanted_grads["layers"], 1e-5)
+
+
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_of_single_matrices_are_refused(name):
     run = Run(MeshShape(), "vanilla", "experts", optimizer__name=name).resolved
@@ -168,6 +202,11 @@ def test_optimizers_of_single_matrices_are_refused(name):
         ({"router": "last"}, "must be one of 'chosen', 'all', 'sigmoid'"),
         ({"shared_expert_size": -1}, "shared_expert_size=-1 must be at least 0"),
         ({"shared_expert_gate": True}, "must have shared_expert_size of at least 1"),
+        ({"expert_scale": 0.0}, "expert_scale=0.0 must be a number above 0"),
+        ({"dense_layers": 2}, "dense_layers=2 must be from 0 to 1: fewer than num_"),
+        ({"dense_layers": 1}, "dense_feed_forward_size=0 must be 0 if .* at least 1"),
+        ({"dense_feed_forward_size": 9}, "_size=9 must be 0 if dense_layers=0 is"),
+        ({"dense_layers": 1, "activation": "clamped"}, "must be from 0 to 0: "),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(changes, said):

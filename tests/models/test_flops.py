@@ -67,6 +67,18 @@ def test_counts_are_those_of_the_parameters_of_every_kind_of_model(parts):
     assert train_flops(sizes, 7, 9) == train_flops(GROUPED, 7, 9)
 
 
+def test_first_layers_without_experts_count_what_they_have():
+    parts = {"experts": 4, "experts_per_token": 2, "shared_expert_size": 8}
+    alike = dataclasses.replace(GROUPED, **parts, lora=Lora(rank=2, targets="down"))
+    dense = {"dense_layers": 1, "dense_feed_forward_size": 40}
+    mixed = dataclasses.replace(alike, **dense)
+    of_experts = 12 * 4 + 3 * 12 * (2 * 20 + 8)
+    more = num_matrix_parameters(mixed) - num_matrix_parameters(alike)
+    assert more == 3 * 12 * 40 - of_experts
+    adapters = num_adapter_parameters(mixed) - num_adapter_parameters(alike)
+    assert adapters == 2 * (12 + 40) - 2 * 2 * (12 + 20)
+
+
 def naive_train_flops(config: LanguageModelConfig, visible: np.ndarray) -> int:
     """Counts the products of a forward one by one, and triples them.
 

@@ -98,7 +98,7 @@ def test_operations_are_counted():
     ]
     # A state decays, is read twice and written, 2 a product and sum but for decay.
     mixing = heads * keys * values * (2 + 2 + 2) + 2 * width * (2 * 2 * keys + 20)
-    delta = 3 * tokens * len(sizes.numbers(is_delta=True)) * mixing
+    delta = 3 * tokens * len(sizes.numbers("delta_layers")) * mixing
     pair = 3 * 4 * sizes.num_heads * sizes.head_dim
     wanted = 6 * tokens * sum(matrices) + delta + 9 * pair
     assert train_flops(sizes, tokens, 9) == wanted
@@ -115,7 +115,7 @@ def test_states_are_sent_again_only_where_nothing_is_kept(remat, forwards, passe
     states = states_of(run)
     forward, backward = states.computing(run.chip)
     sent = states.sending(run.chip)
-    layers = 2 * len(run.sizes.numbers(is_delta=True))
+    layers = 2 * len(run.sizes.numbers("delta_layers"))
     wanted = layers * (forwards * forward + backward), layers * passes * sent
     assert state_times(run, run.chip) == pytest.approx(wanted) and sent > 0
 

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.memory import REMAT_POLICIES, Device, Kept, choose_chunk
+from models.memory import (
+    REMAT_POLICIES,
+    Device,
+    Kept,
+    choose_chunk,
+    feed_forward_bytes,
+)
 from models.sizes import DecoderConfig
 from tests.cases import table
 from tests.small.models import (
@@ -80,6 +86,18 @@ def test_hybrids_keep_the_mean_of_their_layers():
         means.append((2 * own + other) // 3)
     got = [kept.of_layer(policy) for policy in policies]
     np.testing.assert_allclose(np.diff([INPUT, *got]), means, atol=1)
+
+
+def test_first_layers_without_experts_keep_their_own_products():
+    sizes = {"experts": 4, "experts_per_token": 2, "feed_forward_size": 20}
+    sizes |= {"dense_layers": 2, "dense_feed_forward_size": 160}
+    sizes = dataclasses.replace(SIZES, **sizes)
+    products = dataclasses.replace(KEPT, sizes=sizes).of_layer("products")
+    of_experts = 100 * 2 * ((2 + 2) * 16 + 64 + 4 // 2)  # and of the router
+    assert products - INPUT - RESULT == (2 * PRODUCTS + 4 * of_experts) // 6
+    assert feed_forward_bytes(sizes, 2) == 2 * 6 * 160
+    wide = dataclasses.replace(sizes, experts_per_token=4)
+    assert feed_forward_bytes(wide, 2) == 2 * 4 * (6 * 20 + 4 * 64)
 
 
 @pytest.mark.parametrize("policy, budget, found", table("models.txt", "climb"))

@@ -73,7 +73,8 @@ def weights_of(model: Model, fields: Mapping[str, Any]) -> tuple[Weight, ...]:
     shapes = traverse_util.flatten_dict(model.shapes)
     for *module, factor in shapes:
         name, _, end = factor.rpartition("_")
-        experts = model.config.experts if module[1] == "feed_forward" else 0
+        has_experts = module[1] == "feed_forward" and module[0] != "dense_layers"
+        experts = model.config.experts if has_experts else 0
         if experts and parameters:
             path = (*module, factor)
             outputs = shapes[path].shape[-1]
@@ -88,7 +89,7 @@ def weights_of(model: Model, fields: Mapping[str, Any]) -> tuple[Weight, ...]:
             name=f"{PREFIX}{stored.removesuffix('.weight')}{ENDS[end]}",
             input_axes=1,
             is_turned=end == "b" or experts > 0,
-            numbers=tuple(model.config.numbers(module[0] == "delta_layers")),
+            numbers=tuple(model.config.numbers(module[0])),
             experts=experts,
         )
         weights.append(weight)
@@ -334,7 +335,7 @@ class Adapted:
                 continue
             # Up may share that of gate.
             a = own.get((*module, f"{name}_a"), own.get((*module, "gate_a")))
-            if self.model.config.experts and "feed_forward" in path:
+            if weight.ndim == 4 and "feed_forward" in path:  # of experts
                 a = a.swapaxes(2, 3)  # (layers, experts, rank, inputs)
                 merge = jax.vmap(_merge, (1, 1, 1, None), 1)
             else:

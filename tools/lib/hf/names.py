@@ -195,6 +195,7 @@ _OF_DELTA = {
 _FUSED = dict.fromkeys(("query", "key", "value"), "in_proj_qkv")
 _FUSED |= dict.fromkeys(("query_kernel", "key_kernel", "value_kernel"), "conv1d")
 _STACKS = {"layers": _OF_LAYERS, "delta_layers": _OF_DELTA}
+_DENSE = "dense_layers"
 _WEIGHTS = (
     EMBEDDING,
     *(
@@ -204,7 +205,7 @@ _WEIGHTS = (
             inputs,
             has_gap=ours.endswith("_kernel"),
         )
-        for stack, weights in _STACKS.items()
+        for stack, weights in [*_STACKS.items(), (_DENSE, _OF_LAYERS)]
         for ours, (theirs, inputs) in weights.items()
     ),
     Weight(("norm", "scale"), "model.norm.weight"),
@@ -217,6 +218,12 @@ _OF_QWEN = {
     "shared_up": Weight((), "mlp.shared_expert.up_proj.weight", 1),
     "shared_down": Weight((), "mlp.shared_expert.down_proj.weight", 1),
     "shared_weight": Weight((), "mlp.shared_expert_gate.weight", 1),
+}
+_OF_GLM = {
+    "router_bias": Weight((), "mlp.gate.e_score_correction_bias"),
+    "shared_gate": Weight((), "mlp.shared_experts.gate_proj.weight", 1),
+    "shared_up": Weight((), "mlp.shared_experts.up_proj.weight", 1),
+    "shared_down": Weight((), "mlp.shared_experts.down_proj.weight", 1),
 }
 _MIXTRAL = "block_sparse_moe.experts.{expert}."
 _GATE_UP = "mlp.experts.gate_up_proj"
@@ -252,6 +259,8 @@ EXPERTS: dict[str, dict[str, Weight]] = {
     },
 }
 """How families keep the parameters of experts: ours by name, without the layer."""
+EXPERTS["glm"] = EXPERTS["by_expert"] | _OF_GLM
+EXPERTS["glm_whole"] = EXPERTS["whole"] | _OF_GLM
 _LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
 _NORMS = {
     "attention_norm": "input_layernorm",
@@ -277,9 +286,9 @@ def weights_of(
     known = list(_WEIGHTS)
     count = model.config.experts
     if count:
-        known = [weight for weight in known if "feed_forward" not in weight.path]
+        known = [w for w in known if "feed_forward" not in w.path or _DENSE in w.path]
         known += _of_experts(count, EXPERTS[experts])
-    for stack in _STACKS:
+    for stack in (*_STACKS, _DENSE):
         for ours, theirs in norms.items():
             path = (stack, ours, "scale")
             known.append(Weight(path, f"{LAYER}{theirs}.weight"))
@@ -290,8 +299,8 @@ def weights_of(
         if weight.path not in shapes:
             continue
         if weight.is_stacked:
-            is_delta = weight.path[0] == "delta_layers"
-            weight = replace(weight, numbers=(*model.config.numbers(is_delta),))
+            numbers = model.config.numbers(weight.path[0])
+            weight = replace(weight, numbers=(*numbers,))
         module = weight.name.split(".")[-2]
         if whole := (_FUSED | {**fused}).get(module):
             weight = replace(weight, name=weight.name.replace(module, whole))
@@ -338,6 +347,15 @@ def stored_shapes(
         shape = shapes[weight.path].shape[weight.stacked :]
         stored |= dict.fromkeys(weight.names, weight.tensor_shape(shape))
     return stored
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """Returns the type that a tensor is written in, of a model of this type.
+
+    Biases by which experts are chosen are float32 in all files, and transformers keeps
+    them so: rounded, they choose other experts.
+    """
+    return "float32" if name.endswith(".e_score_correction_bias") else dtype
 
 
 def weight_at(path: tuple[str, ...]) -> Weight:
