@@ -48,6 +48,7 @@ from tasks.text import TextRun
 from tools.generate import find_tokenizer
 from tools.lib.hf import adapters, names
 from tools.lib.hf import config as hf_config
+from tools.lib.hf.experts import draft_layers
 from tools.lib.hf.names import Weight
 from tools.lib.hf.reading import load
 from tools.lib.hf.tensor_files import TensorFiles, write_tensors
@@ -98,6 +99,10 @@ def import_model(
             config = hf_config.model_config(fields)
             if fields["model_type"] in hf_config.WITH_IMAGES:
                 left_out = files.rename(names.text_name)
+            behind = draft_layers(hf_config.text_fields(fields))
+            drafts = tuple(names.LAYER.format(layer=number) for number in behind)
+            if count := len(files.rename(lambda x: not x.startswith(drafts) and x)):
+                print(f"left out: {count} tensors of layers that draft tokens ahead")
             if widened := files.dequantise():
                 print(f"dequantised: {widened} tensors of MXFP4, which are float32 now")
             if config.num_layers > len(files.shapes):  # before their names are made
@@ -195,7 +200,8 @@ def _tensor_bytes(
     """Returns the bytes of each tensor of the published model, by its name."""
     sizes = {}
     for name, shape in names.stored_shapes(weights, model).items():
-        sizes[name] = np.dtype(dtype).itemsize * math.prod(shape)
+        own = np.dtype(names.dtype_of(name, dtype))
+        sizes[name] = own.itemsize * math.prod(shape)
     return sizes
 
 
@@ -331,7 +337,8 @@ def _tensors(
                 weight.to_stored(np.asarray(p[index]))
                 for weight, p in zip(below, parameters, strict=True)
             ]
-            tensor = _narrowed(first.join(parts), dtype, name)
+            own = names.dtype_of(name, dtype)
+            tensor = _narrowed(first.join(parts), own, name)
             bar.update(tensor.nbytes)
             yield name, tensor
 

@@ -34,6 +34,7 @@ NAMES = (
     *("phi3_longrope", "ministral3", "qwen3_5_yarn"),
     *("mistral3", "qwen2_5_vl", "qwen3_vl"),
     *("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "qwen3_5_moe"),
+    *("glm4_moe", "glm4_moe_norm"),
 )
 PROMPT = 16
 """Tokens that were given; those after them follow greedily."""

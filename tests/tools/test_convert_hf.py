@@ -39,6 +39,7 @@ slow = pytest.mark.slow
 SHAPES = itertools.cycle(shape for (shape,) in table("models.txt", "imported-on"))
 MESHES = {name: MeshShape(**next(SHAPES)) for name in hf_models.NAMES}
 EXPORTED = "llama_gqa", "llama_scaled", "qwen2", "gemma3", "olmo2", "phi3", "qwen3_5"
+EXPORTED += ("glm4_moe",)
 """By the fast tests: every type, norm, bias, kind of layer, a tied head, fused ones."""
 each_model = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[slow] * (n not in EXPORTED)) for n in MESHES]

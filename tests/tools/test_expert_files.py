@@ -8,29 +8,51 @@ import pytest
 from tests.small.models import partition_of
 from tests.tools import hf_models
 from tests.tools.test_convert_hf import changed_copy, digest, tensors
-from tools.convert_hf import import_model
+from tools.convert_hf import import_model, main
+from tools.lib.hf.config import model_config
 from training.sharding.mesh import MeshShape
 
 
 @pytest.mark.thorough
-def test_experts_in_one_tensor_are_those_of_one_tensor_each(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "layers"), [("qwen3_5_moe", (0, 1, 2)), ("glm4_moe", (1, 2))]
+)
+def test_experts_in_one_tensor_are_those_of_one_tensor_each(tmp_path, name, layers):
     """As Qwen3.5's files have them: gate and up together."""
     changes: dict[str, Any] = {}
-    held = tensors(hf_models.DIRECTORY / "qwen3_5_moe")
-    for layer in range(3):
+    held = tensors(hf_models.DIRECTORY / name)
+    experts = model_config(hf_models.fields(name)).experts
+    for layer in layers:
         parts = {}
         for part in "gate", "up", "down":
             begin = f"model.layers.{layer}.mlp.experts"
-            names = [f"{begin}.{expert}.{part}_proj.weight" for expert in range(6)]
+            names = [f"{begin}.{n}.{part}_proj.weight" for n in range(experts)]
             parts[part] = np.stack([held[name] for name in names])
             changes |= dict.fromkeys(names)
         both = np.concatenate([parts["gate"], parts["up"]], axis=1)
         changes |= {f"{begin}.gate_up_proj": both, f"{begin}.down_proj": parts["down"]}
-    source = changed_copy(tmp_path, "qwen3_5_moe", changes)
+    source = changed_copy(tmp_path, name, changes)
     partition = partition_of(MeshShape(fsdp=4, ring=2))
     import_model(source, tmp_path / "out", partition)
-    import_model(hf_models.DIRECTORY / "qwen3_5_moe", tmp_path / "plain", partition)
+    import_model(hf_models.DIRECTORY / name, tmp_path / "plain", partition)
     assert digest(tmp_path / "out") == digest(tmp_path / "plain")
+
+
+@pytest.mark.thorough
+def test_layers_that_draft_tokens_are_left_out_and_that_is_said(tmp_path, capsys):
+    """GLM-4.5's files have one behind the last; layers behind that are unknown."""
+    plain = tmp_path / "plain"
+    import_model(hf_models.DIRECTORY / "glm4_moe", plain, partition_of(MeshShape()))
+    drafts = {"model.layers.3.eh_proj.weight": np.ones((32, 64), np.float32)}
+    source = changed_copy(tmp_path, "glm4_moe", drafts)
+    assert main(["import", str(source), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "left out: 1 tensors of layers that draft tokens ahead" in said
+    assert digest(tmp_path / "out") == digest(plain)
+    source = changed_copy(plain, "glm4_moe", {"num_nextn_predict_layers": 0} | drafts)
+    assert main(["import", str(source), str(tmp_path / "none")]) == 1
+    error = capsys.readouterr().err
+    assert "model.layers.3.eh_proj.weight [32, 64] is not a tensor of this" in error
 
 
 @pytest.mark.thorough

@@ -7,6 +7,12 @@ from typing import Any
 from data.json_text import short
 from models.sizes import LanguageModelConfig
 from tools.lib.hf import fields as table
+from tools.lib.hf.experts import (
+    WHOLE_FORMS,
+    as_published,
+    experts_fields,
+    read_experts,
+)
 from tools.lib.hf.fields import Family
 from tools.lib.hf.layers import DELTA_SIZES, layer_fields, read_layers
 from tools.lib.hf.rope import (
@@ -32,6 +38,7 @@ _NUMBERS = {
     "final_logit_softcapping": "logit_soft_cap",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
+    "routed_scaling_factor": "expert_scale",
 }
 _THEIR_ACTIVATIONS = {x: y for y, x in reversed(table.ACTIVATIONS.items())}
 LONGEST = "max_position_embeddings"
@@ -97,8 +104,8 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
     if family.has_scaled_embeddings:
         numbers["embedding_scale"] = hidden**0.5
     sizes = _sizes(family) | (DELTA_SIZES if "d" in pattern else {})
-    if "norm_topk_prob" in family.fields:
-        numbers["router"] = "chosen" if values["norm_topk_prob"] else "all"
+    if values["use_qk_norm"]:
+        numbers["qk_norm"] = "head"
     config = LanguageModelConfig(
         **{ours: values[theirs] for theirs, ours in sizes.items()},
         num_kv_heads=values["num_key_value_heads"] or heads,
@@ -112,6 +119,7 @@ def model_config(fields: Mapping[str, Any]) -> LanguageModelConfig:
         qkv_bias=bias,
         output_bias=bias if output_bias is None else output_bias,
         **numbers,
+        **read_experts(values, family),
         **rope,
     )
     return dataclasses.replace(config, **family.fixed)
@@ -191,7 +199,7 @@ def experts_form(fields: Mapping[str, Any], tensors: Iterable[str] = ()) -> str:
     """
     form = _family(text_fields(fields)).experts_form
     is_whole = any(name.endswith(".experts.gate_up_proj") for name in tensors)
-    return "whole" if is_whole and form == "by_expert" else form
+    return WHOLE_FORMS.get(form, form) if is_whole else form
 
 
 def not_applied(fields: Mapping[str, Any]) -> list[str]:
@@ -218,7 +226,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in WITH_IMAGES:
-        return _as_published(fields)
+        return as_published(fields)
     text = fields.get(_TEXT)
     if text is None and "hidden_size" in fields:  # as older versions wrote it
         text = {}
@@ -239,26 +247,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
             )
     own_kind = text.get("model_type", WITH_IMAGES[kind])
     own_kind = _TEXT_TYPES.get(own_kind, own_kind)
-    return _as_published({**text, **outer, "model_type": own_kind})
-
-
-def _as_published(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a config.json with the number of experts under the family's own name.
-
-    transformers 5 writes another. And without MXFP4, which is dequantised.
-    """
-    known = dict(fields)
-    family = table.BY_TYPE.get(str(known.get("model_type")))
-    if family is None or not family.experts:
-        return known
-    packed = known.get("quantization_config")
-    if isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4":
-        del known["quantization_config"]
-    own = next(name for name in table.EXPERTS if name in family.experts)
-    for other in table.EXPERTS:
-        if own not in known and other in known:
-            known[own] = known.pop(other)
-    return known
+    return as_published({**text, **outer, "model_type": own_kind})
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
@@ -309,7 +298,7 @@ def _complaints(fields: Mapping[str, Any], family: Family) -> list[str]:
                 wrong.append(f"{text} ({table.MADE_FROM[name].needed})")
         else:
             nothing = [family.always.get(name)]
-            if table.MADE_FROM[name] is table.TRUTH:
+            if table.MADE_FROM[name] is table.TRUTH and name not in family.always:
                 nothing.append(False)
             if table.SAME.get(name) in family.fields:
                 nothing.append(family.value(table.SAME[name], fields))
@@ -332,10 +321,10 @@ def _is_own_program(auto_map: Any, family: Family) -> bool:
 
 def _sizes(family: Family) -> Mapping[str, str]:
     """Returns fields of config.json, and of ours, that are one number in a family."""
-    sizes = _SIZES | family.experts
+    sizes = dict(_SIZES)
     if "moe_intermediate_size" in family.experts:
         del sizes["intermediate_size"]  # of dense layers
-    return sizes
+    return sizes | family.experts
 
 
 def _rope_kinds(family: Family, fields: Mapping[str, Any]) -> RopeKinds:
@@ -363,7 +352,8 @@ def _written(config: LanguageModelConfig, family: Family) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "tie_word_embeddings": config.tied_embeddings,
-        "norm_topk_prob": config.router == "chosen",
+        "use_qk_norm": config.qk_norm == "head",
+        **experts_fields(config),
         "hidden_act": activation,
         "hidden_activation": activation,
         "attention_bias": config.qkv_bias,

@@ -71,7 +71,8 @@ _ACTIVATION = Kind(
     f"only {' or '.join(ACTIVATIONS)}",
 )
 _NAMES = {
-    LAYERS: "num_hidden_layers max_window_layers",
+    LAYERS: "num_hidden_layers max_window_layers num_nextn_predict_layers "
+    "num_mtp_layers",
     SIZE: "vocab_size hidden_size intermediate_size num_attention_heads head_dim "
     "num_key_value_heads sliding_window sliding_window_size sliding_window_pattern "
     "_sliding_window_pattern max_position_embeddings no_rope_layer_interval "
@@ -79,12 +80,14 @@ _NAMES = {
     "full_attention_interval linear_num_key_heads linear_num_value_heads "
     "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim "
     "num_experts num_local_experts num_experts_per_tok moe_intermediate_size "
-    "shared_expert_intermediate_size",
+    "shared_expert_intermediate_size n_routed_experts n_shared_experts "
+    "first_k_dense_replace",
     NUMBER: "rms_norm_eps query_pre_attn_scalar attn_logit_softcapping "
     "final_logit_softcapping rope_theta rope_local_base_freq partial_rotary_factor "
-    "embedding_multiplier logits_scaling residual_multiplier attention_multiplier",
+    "embedding_multiplier logits_scaling residual_multiplier attention_multiplier "
+    "routed_scaling_factor",
     TRUTH: "attention_bias attention_out_bias tie_word_embeddings use_sliding_window "
-    "norm_topk_prob",
+    "norm_topk_prob use_qk_norm",
     _OBJECT: "rope_scaling rope_parameters",
     _TYPES: "layer_types",
     _SWITCHES: "no_rope_layers",
@@ -127,6 +130,8 @@ ONE_VALUE: dict[str, tuple[Any, str]] = {
     "mlp_only_layers": ([], "all layers have experts here, or none"),
     "decoder_sparse_step": (1, "all layers have experts here, or none"),
     "router_jitter_noise": (0, "routers here have no noise"),
+    "n_group": (1, "routers here choose among all experts"),
+    "topk_group": (1, "routers here choose among all experts"),
     "swiglu_limit": (7, "the clamp is 7 here"),
     "swiglu_alpha": (1.702, "the factor in the sigmoid is 1.702 here"),
 }
@@ -344,6 +349,23 @@ FAMILIES = (
         experts=_NARROW_EXPERTS
         | {"shared_expert_intermediate_size": "shared_expert_size"},
     ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {"router": "sigmoid", "output_bias": False},
+        always={"norm_topk_prob": True},
+        older={"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0},
+        rotated_part=0.5,
+        scalings=("default", "yarn"),
+        experts=_CHOSEN
+        | {
+            "n_routed_experts": "experts",
+            "moe_intermediate_size": "feed_forward_size",
+            "first_k_dense_replace": "dense_layers",
+            "intermediate_size": "dense_feed_forward_size",
+        },
+        experts_form="glm",
+    ),
 )
 BY_TYPE = {family.model_type: family for family in FAMILIES}
 
@@ -355,7 +377,6 @@ LACKING = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
-    "glm4_moe": "its first layers have no experts, and layers here are alike",
     "glm_moe_dsa": _LATENT,
     "kimi_k2": _LATENT,
     "nemotron_h": "its layers have a state space (Mamba)",
