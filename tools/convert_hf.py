@@ -5,7 +5,8 @@
     python -m tools.convert_hf export runs/mine Mine-7b-hf --like Llama-2-7b-hf
 
 Imports LLaMA, Mistral, Ministral, Qwen 2 to 3.5, Gemma 1 to 3, OLMo 2 and 3, SmolLM3,
-Granite 3, Seed-OSS, Phi-3 and Phi-4 from safetensors, in float32, bfloat16 or float16.
+Granite 3, Seed-OSS, Phi-3 and Phi-4, and models with experts (docs/experts.md), from
+safetensors, in float32, bfloat16 or float16.
 Every device reads its own part of every tensor from the files; a host holds only the
 parts of its devices. Exports the parameters of a run's newest checkpoint, as the family
 of `--like`, or the first that can hold the model.
