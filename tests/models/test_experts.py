@@ -184,6 +184,11 @@ def test_first_layers_without_experts_are_those_of_a_dense_model():
         lambda a, b: np.concatenate([a, b]), grads["dense_layers"], own
     )
     assert_same(joined, wanted_grads["layers"], 1e-5)
+    # The balance loss, a mean over layers with experts, is 1 with one of them.
+    losses = jax.jit(mixed.resolved.objective.loss_sum)
+    figures = losses(mixed.parameters, mixed.batch()).figures
+    weights = mixed.batch().loss_weights.sum()
+    np.testing.assert_allclose(figures["experts_balance"], weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])

@@ -1,15 +1,22 @@
 """Experts' tensors in other forms than exports have: all in one, and in MXFP4."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from models.lora import Lora
+from tasks import run_config
+from tasks.text import TextRun
 from tests.small.models import partition_of
 from tests.tools import hf_models
 from tests.tools.test_convert_hf import changed_copy, digest, tensors
-from tools.convert_hf import import_model, main
+from tools.convert_hf import export_model, import_model, main
+from tools.lib.hf import adapters
 from tools.lib.hf.config import model_config
+from tools.lib.hf.names import stored_shapes
 from training.sharding.mesh import MeshShape
 
 
@@ -53,6 +60,30 @@ def test_layers_that_draft_tokens_are_left_out_and_that_is_said(tmp_path, capsys
     assert main(["import", str(source), str(tmp_path / "none")]) == 1
     error = capsys.readouterr().err
     assert "model.layers.3.eh_proj.weight [32, 64] is not a tensor of this" in error
+
+
+@pytest.mark.thorough
+def test_adapters_of_first_layers_are_merged_as_those_of_dense_ones(tmp_path):
+    partition = partition_of(MeshShape(fsdp=2))
+    source = hf_models.DIRECTORY / "glm4_moe"
+    plain, peft, out = (tmp_path / name for name in ("plain", "peft", "out"))
+    import_model(source, plain, partition)
+    config = run_config.read(str(plain))
+    config.lora.rank = 2
+    model = TextRun(config, partition).model
+    rng = np.random.default_rng(6)
+    shapes = stored_shapes(adapters.weights_of(model), model)
+    factors = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+    peft.mkdir()
+    save_file(factors, peft / adapters.TENSORS)
+    fields = adapters.config_fields(Lora(2), None)
+    (peft / adapters.CONFIG).write_text(json.dumps(fields))
+    import_model(peft, tmp_path / "adapted", partition, weights=plain)
+    export_model(str(tmp_path / "adapted"), out, partition, dtype="float32")
+    name = "model.layers.0.mlp.down_proj"
+    a, b = (factors[f"base_model.model.{name}.lora_{end}.weight"] for end in "AB")
+    wanted = tensors(source)[f"{name}.weight"].astype(np.float32) + 8 * b @ a
+    np.testing.assert_allclose(tensors(out)[f"{name}.weight"], wanted, atol=1e-5)
 
 
 @pytest.mark.thorough
