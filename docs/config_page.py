@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/config.md"
 HEAD = """# Fields of a config
 
-`--config.NAME=VALUE` changes a field, as `--config.mesh.ring=4`. Agents have more
-fields, in [configs/agents.py](../configs/agents.py). `make docs` makes this page from
+`--config.NAME=VALUE` changes a field, as `--config.mesh.ring=4`. Agents have more \
+fields, in [configs/agents.py](../configs/agents.py). `make docs` makes this page from \
 the comments of [configs/base.py](../configs/base.py)."""
 _TABLE = "\n| field | default | |\n|---|---|---|"
 _FIELD = r"(\w+)=(?:dict\(|(.+),(?:  # (.+))?)"

@@ -13,6 +13,7 @@ import pytest
 from models.memory import (
     REMAT_POLICIES,
     Device,
+    Execution,
     Kept,
     choose_chunk,
     feed_forward_bytes,
@@ -113,6 +114,17 @@ def test_parameters_are_kept_where_they_are_gathered():
     assert found == [("products", 5), ("gathered", 1)]
     many = dataclasses.replace(sharded, tokens=2049)
     assert many.ladder("nothing") == ["nothing", "attention", "products"]
+
+
+def test_layers_that_keep_more_are_the_last_of_all_in_any_part_of_them():
+    last = Execution(jnp.dtype("float32"), "products")
+    run = Execution(jnp.dtype("float32"), "attention", last_layers=(last, 2))
+    assert run.runs(5) == [(run, 3), (last, 2)]
+    assert run.runs(5, stop=2) == [(run, 2)]
+    assert run.runs(5, stop=4) == [(run, 3), (last, 1)]
+    assert run.runs(5, first=2) == [(run, 1), (last, 2)]
+    assert run.runs(5, first=4) == [(last, 1)]
+    assert last.runs(5, first=1) == [(last, 4)]
 
 
 def run_with_budget(steps: int, **fields: Any) -> Run:
