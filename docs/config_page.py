@@ -35,7 +35,7 @@ def page(source: str) -> str:
             continue
         meaning, said = " ".join(said), []
         if subject:
-            lines.append(f"\n## {subject}\n{_TABLE}")
+            lines.append(f"\n## {subject}{_TABLE}")
         elif not name:
             section = ""
         elif not value:
