@@ -179,7 +179,7 @@ FIELDS = dict(
     # queries, keys, values, and what the ring holds, exist for one part at a time.
     attention_parts=1,
     # Tokens per device whose feed-forward exists at a time. 0: chosen for the device
-    # (see models/memory.py); layers that keep their products then take all tokens at
+    # (see models/chunks.py); layers that keep their products then take all tokens at
     # once. As large as the tokens of a device, or larger: all at once.
     feed_forward_chunk_tokens=0,
     # Tokens per device of "d" layers whose states' backward is held at a time, and

@@ -27,9 +27,10 @@ from models import cache as caches
 from models.actions import BINS, KINDS, Actions
 from models.attention import Attend
 from models.cache import EMPTY, Cache, CacheOperations
+from models.chunks import scan_chunks
 from models.decoder import Decoder
 from models.layers import INITIAL_STDDEV, matrix
-from models.memory import Execution, Partition, scan_chunks
+from models.memory import Execution, Partition
 from models.sizes import DecoderConfig
 
 PARTS_OF_A_STEP = 4

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.chunks import scan_chunks
 from models.grouped import Device, check_platform, grouped_product
 from models.layers import GATES, INITIAL_STDDEV, RMSNorm, matrix, zeros
-from models.memory import RESIDUAL, Axes, Partition, scan_chunks
+from models.memory import RESIDUAL, Axes, Partition
 from models.sizes import DecoderConfig
 
 CLAMP, SHARPNESS = 7.0, 1.702

@@ -14,7 +14,8 @@ from flax import nnx
 from jax import lax
 
 from models.adapters import Whole, adapt, multiply, over_whole, with_factors
-from models.memory import RESIDUAL, Axes, Execution, Partition, remat, scan_chunks
+from models.chunks import scan_chunks
+from models.memory import RESIDUAL, Axes, Execution, Partition, remat
 from models.sizes import DecoderConfig
 
 INITIAL_STDDEV = 0.02

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from models.actions import Actions
-from models.memory import Partition, scan_chunks
+from models.chunks import scan_chunks
+from models.memory import Partition
 
 TOKEN = "batch", "sequence"
 FIRST_BOUND, FACTOR = 256, 4

@@ -214,15 +214,14 @@ class DecoderConfig:
                 f"rank={self.lora.rank} must be at most {least}, the smallest side of "
                 f"the matrices of targets={self.lora.targets!r}"
             )
-        if self.lora.gate_up_rank and not self.experts:
-            errors.append(
-                f"gate_up_rank={self.lora.gate_up_rank} must be 0 without experts"
-            )
+        shared_rank = self.lora.gate_up_rank
+        if shared_rank and not self.experts:
+            errors.append(f"gate_up_rank={shared_rank} must be 0 without experts")
         return errors
 
     def _wrong_delta(self) -> list[str]:
         """Returns a message if sizes of Gated DeltaNet and the pattern do not agree."""
-        names = [f.name for f in fields(self) if f.name.startswith(DELTA_SIZE)]
+        names = (f.name for f in fields(self) if f.name.startswith(DELTA_SIZE))
         sizes = {name: getattr(self, name) for name in names}
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         if DELTA not in self.layer_pattern:
@@ -234,18 +233,16 @@ class DecoderConfig:
                 f"{self.layer_pattern!r}, and value heads share key heads evenly"
             ]
         if not set(self.layer_pattern[: self.num_layers]) - {DELTA}:
-            return [
-                f"layer_pattern={self.layer_pattern!r} needs a layer with attention: "
-                f'choose "dddf"'
-            ]
+            pattern = self.layer_pattern
+            return [f"layer_pattern={pattern!r} needs attention: choose 'dddf'"]
         return []
 
     def _wrong_experts(self) -> list[str]:
         """Returns a message for each part of experts that does not go with the rest."""
         errors = []
         chosen = self.experts_per_token
-        if not min(self.experts, 1) <= chosen <= self.experts:
-            least = min(self.experts, 1)
+        least = min(self.experts, 1)
+        if not least <= chosen <= self.experts:
             errors.append(
                 f"experts_per_token={chosen} must be from {least} to "
                 f"experts={self.experts}"
@@ -262,9 +259,7 @@ class DecoderConfig:
         if given and not self.experts:
             errors.append(f"{', '.join(given)} must have experts of at least 1, got 0")
         if self.shared_expert_gate and not self.shared_expert_size:
-            errors.append(
-                "shared_expert_gate=True must have shared_expert_size of at least 1"
-            )
+            errors.append("shared_expert_gate must have shared_expert_size above 0")
         has_others = DELTA in self.layer_pattern or self.activation == "clamped"
         most = 0 if has_others else max(1, self.num_layers) - 1
         if not 0 <= self.dense_layers <= most:

@@ -16,17 +16,9 @@ from kernels import layouts, masks
 from kernels.devices import chips
 from kernels.layouts import Layout
 from kernels.masks import Mask, Visible
+from models.chunks import Device, choose_chunk, feed_forward_bytes
 from models.flops import num_layer_matrices
-from models.memory import (
-    KEEP_PRODUCTS,
-    NEXT,
-    REMAT_POLICIES,
-    Device,
-    Execution,
-    Kept,
-    choose_chunk,
-    feed_forward_bytes,
-)
+from models.memory import KEEP_PRODUCTS, NEXT, REMAT_POLICIES, Execution, Kept
 from models.sizes import WINDOW, DecoderConfig
 from tasks.config_errors import names_fields
 from training.sharding.mesh import MeshShape, Partition, make_mesh

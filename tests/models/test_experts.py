@@ -206,7 +206,7 @@ def test_optimizers_of_single_matrices_are_refused(name):
         ({"experts": 0, "experts_per_token": 0, "router": "all"}, "router='all' must"),
         ({"router": "last"}, "must be one of 'chosen', 'all', 'sigmoid'"),
         ({"shared_expert_size": -1}, "shared_expert_size=-1 must be at least 0"),
-        ({"shared_expert_gate": True}, "must have shared_expert_size of at least 1"),
+        ({"shared_expert_gate": True}, "must have shared_expert_size above 0"),
         ({"expert_scale": 0.0}, "expert_scale=0.0 must be a number above 0"),
         ({"dense_layers": 2}, "dense_layers=2 must be from 0 to 1: fewer than num_"),
         ({"dense_layers": 1}, "dense_feed_forward_size=0 must be 0 if .* at least 1"),

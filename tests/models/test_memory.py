@@ -10,14 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.memory import (
-    REMAT_POLICIES,
-    Device,
-    Execution,
-    Kept,
-    choose_chunk,
-    feed_forward_bytes,
-)
+from models.chunks import Device, choose_chunk, feed_forward_bytes
+from models.memory import REMAT_POLICIES, Execution, Kept
 from models.sizes import DecoderConfig
 from tests.cases import table
 from tests.small.models import (
