@@ -331,23 +331,27 @@ TOKENS, MATRICES, MADE = "bf16[512,64]", "bf16[4,64,32]", "bf16[512,32]"
 
 
 @pytest.mark.parametrize(
-    ("name", "arrays", "listed", "flops"),
+    ("target", "arrays", "listed", "flops"),
     [
         # Of 8 tiles of 64 rows three are visited twice.
-        ("ragged-dot-none.1", (TOKENS, MATRICES, MADE), 11, 1.1 * 11 / 8),
-        ("gmm.2", (MADE, MATRICES, TOKENS), 11, 1.1 * 11 / 8),
-        ("tgmm", (TOKENS, MADE, "f32[4,64,32]"), 11, 1.4 * 11 / 8),
-        ("triton_kernel_call.3", (TOKENS, MATRICES, MADE), 5, 1.1),
-        ("sort.3", (TOKENS, MATRICES, MADE), 11, 0),
+        ("tpu_custom_call", (TOKENS, MATRICES, MADE), 11, 1.1 * 11 / 8),
+        ("tpu_custom_call", (MADE, MATRICES, TOKENS), 11, 1.1 * 11 / 8),
+        ("tpu_custom_call", (TOKENS, MADE, "f32[4,64,32]"), 11, 1.4 * 11 / 8),
+        ("triton_kernel_call_ffi", (TOKENS, MATRICES, MADE), 5, 1.1),
+        ("tpu_custom_call", (TOKENS, MADE, TOKENS), 11, 0),
+        ("Sharding", (TOKENS, MATRICES, MADE), 11, 0),
     ],
 )
-def test_grouped_products_count_the_tiles_that_they_visit(name, arrays, listed, flops):
+def test_grouped_products_count_the_tiles_that_they_visit(
+    target, arrays, listed, flops
+):
     left, right, result = arrays
     body = f"""%s = s32[5] parameter(0)
         %t = s32[{listed}] parameter(1)
         %x = {left} parameter(2)
         %y = {right} parameter(3)
-        ROOT %{name} = {result} custom-call(%s, %t, %x, %y)"""
+        ROOT %z = {result} custom-call(%s, %t, %x, %y), custom_call_target="{target}"
+    """
     found = total(body, chip=FAST).products * CHIP.peak_flops
     assert found == pytest.approx(flops * 2 * 512 * 64 * 32)
 

@@ -37,8 +37,9 @@ less than a GPU takes."""
 
 _GEMM = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?matmul|__cublas\$gemm')
 
-_GROUPED = re.compile(r"ragged-dot-none|t?gmm\b|triton_kernel_call")
-"""Names of the kernels that are grouped products, of XLA, JAX and tokamax."""
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|triton_kernel_call)')
+"""Kernels, of which grouped products, of XLA, JAX and tokamax, are told by their
+arrays: where a program has several of JAX's, they have no names of their own."""
 
 GROUPED = {2: 1.1, 3: 1.4}
 """Cycles of a grouped product over those at the peak, by axes of its result: rows, or a
@@ -355,7 +356,7 @@ def grouped_flops(computation: Computation, operation: Operation) -> float:
     the elements multiply to X (m I O)^2. A tile with rows of two groups is computed for
     both: TPUs' kernels read how many tiles that makes.
     """
-    if operation.opcode != "custom-call" or not _GROUPED.match(operation.name):
+    if not _KERNEL.search(operation.rest):
         return 0.0
     operands = [operand.results[0] for operand in computation.operands(operation)]
     arrays = [*operands, *operation.results]
