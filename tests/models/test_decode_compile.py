@@ -30,13 +30,14 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("is_block", [False, True], ids=["step", "block"])
-@pytest.mark.parametrize(
-    "topology", ["v4:2x2x1", pytest.param("h200:1x4", marks=pytest.mark.slow)]
-)
-def test_a_step_needs_less_than_a_layer_beside_the_cache(topology, is_block):
-    """And a block of new tokens twice its scores besides, of 256 MiB at most."""
-    pod, config = aot_pod(topology), small_config("", "", **SIZES)
+EXPERTS = {"model__experts": 8, "model__experts_per_token": 2}
+
+
+def compile_step(
+    topology: str, is_block: bool = False, **changes: int
+) -> tuple[jax.stages.Compiled, int]:
+    """Compiles a step of a new token, or of a block of them; and how many they are."""
+    pod, config = aot_pod(topology), small_config("", "", **SIZES | changes)
     partition = systems.partition(config, pod.devices)
     model = TextRun(config, partition).model
     greedy = Sampling(temperature=0.0)
@@ -59,6 +60,22 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology, is_block):
     program = compile_for(
         partition.mesh, programs.step, parameters, cache, of_rows, of_rows, seed
     )
+    return program, block
+
+
+def test_a_step_with_experts_has_no_kernel_that_xla_cannot_cut():
+    """On a chip of two cores, for which training has kernels of JAX."""
+    program, _ = compile_step("v4:2x2x1", **EXPERTS)
+    assert "gmm" not in program.as_text()
+
+
+@pytest.mark.parametrize("is_block", [False, True], ids=["step", "block"])
+@pytest.mark.parametrize(
+    "topology", ["v4:2x2x1", pytest.param("h200:1x4", marks=pytest.mark.slow)]
+)
+def test_a_step_needs_less_than_a_layer_beside_the_cache(topology, is_block):
+    """And a block of new tokens twice its scores besides, of 256 MiB at most."""
+    program, block = compile_step(topology, is_block)
     memory = program.memory_analysis()
     layer = SLOTS // RING * HEADS * DEPTH * 2  # bytes of a device's keys
     assert memory.alias_size_in_bytes >= 2 * LAYERS * layer
@@ -73,4 +90,4 @@ def test_a_step_needs_less_than_a_layer_beside_the_cache(topology, is_block):
     found = re.findall(collective, program.as_text())
     assert {kind for _, kind in found} <= {"all-gather", "all-reduce"}
     largest = max(math.prod(map(int, shape.split(","))) for shape, _ in found)
-    assert largest <= 2 * block * config.model.feed_forward_size
+    assert largest <= 2 * block * SIZES["model__feed_forward_size"]

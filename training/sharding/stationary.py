@@ -20,6 +20,11 @@ class StationaryPartition(Partition):
     sharded, and the batch over `data` alone: `fsdp` cuts the parameters.
     """
 
+    @property
+    def kernel_cores(self) -> int:
+        """None share a kernel: XLA cannot cut those of JAX by the parameters' axes."""
+        return 1
+
     def over_shards(
         self,
         function: Callable,
