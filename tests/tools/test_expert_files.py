@@ -72,11 +72,11 @@ def test_adapters_of_first_layers_are_merged_as_those_of_dense_ones(tmp_path):
     config.lora.rank = 2
     model = TextRun(config, partition).model
     rng = np.random.default_rng(6)
-    shapes = stored_shapes(adapters.weights_of(model), model)
+    fields = adapters.config_fields(Lora(2), None, is_whole=False)
+    shapes = stored_shapes(adapters.weights_of(model, fields), model)
     factors = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
     peft.mkdir()
     save_file(factors, peft / adapters.TENSORS)
-    fields = adapters.config_fields(Lora(2), None)
     (peft / adapters.CONFIG).write_text(json.dumps(fields))
     import_model(peft, tmp_path / "adapted", partition, weights=plain)
     export_model(str(tmp_path / "adapted"), out, partition, dtype="float32")
@@ -116,3 +116,25 @@ def test_of_mxfp4_every_number_is_read_and_that_is_said(tmp_path, capsys):
     assert digests[0] == digests[1]
     said = capsys.readouterr().out
     assert said.count("dequantised: 4 tensors of MXFP4, which are float32 now") == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "layers"), [("qwen3_5_moe", [0, 1, 2]), ("glm4_moe", [1, 2])]
+)
+def test_adapters_of_all_experts_are_of_the_layers_that_have_them(
+    tmp_path, name, layers
+):
+    """Also where two stacks share out the layers, or first ones have no experts."""
+    partition = partition_of(MeshShape(fsdp=2))
+    import_model(hf_models.DIRECTORY / name, tmp_path / "plain", partition)
+    config = run_config.read(str(tmp_path / "plain"))
+    config.lora.update(rank=2, gate_up_rank=3, targets="gate,up,down")
+    model = TextRun(config, partition).model
+    fields = adapters.config_fields(model.config.lora, None, is_whole=True)
+    of_layers: dict[str, list[int]] = {}
+    for weight in adapters.weights_of(model, fields):
+        if "experts" in weight.name:
+            of_layers.setdefault(weight.path[-1], []).extend(weight.numbers)
+    assert set(of_layers) == {"gate_a", "gate_b", "up_b", "down_a", "down_b"}
+    assert all(sorted(numbers) == layers for numbers in of_layers.values())

@@ -116,7 +116,7 @@ def _of_all_experts(
         input_axes=2,
         is_turned=end == "b",
         first=behind_gate if path[-1] == "up_b" else 0,
-        numbers=tuple(model.config.numbers(path[0] == "delta_layers")),
+        numbers=tuple(model.config.numbers(path[0])),
         spacing=spacing,
         # (X, rank, inputs) and (rank, X, outputs).
         order=(0, 2, 1) if end == "a" else (1, 0, 2),

@@ -132,15 +132,16 @@ def _fill(
 ) -> None:
     """Reads the part at `index` of a parameter of this shape, as float32."""
     stacked = weight.stacked
-    # Layers, and experts, are whole on every device.
+    # Of the layers, and of their experts, those that the part has.
+    names = np.reshape(weight.names, shape[:stacked])[index[:stacked]]
     tensors = part.reshape(-1, *part.shape[stacked:])
     shape = shape[stacked:]
     own = index[stacked:]
     # In another order a part is not one piece of the tensor, which is read whole.
     wanted = (slice(None),) * len(own) if weight.order else own
     stored_index = weight.stored_index(shape, wanted)
-    for tensor, name in zip(tensors, weight.names, strict=True):
-        stored = files.read(name, stored_index)
+    for tensor, name in zip(tensors, np.ravel(names), strict=True):
+        stored = files.read(str(name), stored_index)
         if weight.order:
             tensor[...] = weight.from_stored(stored, shape)[own]
         else:
