@@ -352,11 +352,21 @@ def test_grouped_products_count_the_tiles_that_they_visit(
         %y = {right} parameter(3)
         ROOT %z = {result} custom-call(%s, %t, %x, %y), custom_call_target="{target}"
     """
-    found = total(body, chip=FAST).products * CHIP.peak_flops
-    assert found == pytest.approx(flops * 2 * 512 * 64 * 32)
+    counted = total(body, chip=FAST).products * CHIP.peak_flops
+    assert counted == pytest.approx(flops * 2 * 512 * 64 * 32)
 
 
-def test_the_largest_integer_is_no_number_of_cycles():
+def test_another_kernel_of_three_arrays_is_not_a_grouped_product():
+    """One without numbers of tiles, and one whose result has one axis."""
+    for result in (MADE, "bf16[512]"):
+        body = f"""%x = {TOKENS} parameter(0)
+            %y = {MATRICES} parameter(1)
+            ROOT %z = {result} custom-call(%x, %y), custom_call_target="tpu_custom_call"
+        """
+        assert total(body).products == 0
+
+
+def test_cycles_that_xla_does_not_know_are_left_out():
     line = 'fusion(%x), backend_config={"estimated_cycles":"9223372036854775807"}'
     assert Operation("scatter", "fusion", (), line).cycles is None
 

@@ -38,8 +38,8 @@ less than a GPU takes."""
 _GEMM = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?matmul|__cublas\$gemm')
 
 _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|triton_kernel_call)')
-"""Kernels, of which grouped products, of XLA, JAX and tokamax, are told by their
-arrays: where a program has several of JAX's, they have no names of their own."""
+"""Kernels. Grouped products, of XLA, JAX and tokamax, are recognised by their arrays:
+where a program has several of JAX's, XLA names them after their caller."""
 
 GROUPED = {2: 1.1, 3: 1.4}
 """Cycles of a grouped product over those at the peak, by axes of its result: rows, or a
@@ -359,18 +359,20 @@ def grouped_flops(computation: Computation, operation: Operation) -> float:
     if not _KERNEL.search(operation.rest):
         return 0.0
     operands = [operand.results[0] for operand in computation.operands(operation)]
-    arrays = [*operands, *operation.results]
-    factors = [array for array in arrays if "f" in array.dtype]
-    weights = [array for array in factors if len(array.sizes) == 3]
-    if len(factors) != 3 or len(weights) != 1:
+    listed = [array.elements for array in operands if array.dtype == "s32"]
+    result = operation.results[0]
+    factors = [array for array in (*operands, result) if "f" in array.dtype]
+    axes = sorted(len(array.sizes) for array in factors)
+    if axes != [2, 2, 3] or len(operation.results) > 1 or not listed:
         return 0.0
+    weights = [array for array in factors if len(array.sizes) == 3]
     groups = weights[0].sizes[0]
     elements = math.prod(array.elements for array in factors)
     flops = 2.0 * math.sqrt(elements / groups)
-    visited = max(array.elements for array in operands if array.dtype == "s32")
+    visited = max(listed)
     if visited > groups + 1:  # TPUs list the tiles, GPUs only the groups
         flops *= visited / (visited - groups + 1)
-    return flops * GROUPED[len(operation.results[0].sizes)]
+    return flops * GROUPED[len(result.sizes)]
 
 
 def _batch(operation: Operation, arrays: tuple[Array, Array, Array]) -> int:
