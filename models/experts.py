@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from models.chunks import scan_chunks
-from models.grouped import Device, check_platform, grouped_product
+from models.grouped import check_platform, grouped_product
 from models.layers import GATES, INITIAL_STDDEV, RMSNorm, matrix, zeros
 from models.memory import RESIDUAL, Axes, Partition
 from models.sizes import DecoderConfig
@@ -363,8 +363,10 @@ class Experts(nnx.Module):
         return y + self._multiply(z, whole[f"{name}_b"], rows)
 
     def _multiply(self, x: jax.Array, weight: jax.Array, rows: _Rows) -> jax.Array:
-        device = Device(self.partition.platform, self.partition.kernel_cores)
-        return grouped_product(x, weight, rows.sizes, device)
+        partition = self.partition
+        return grouped_product(
+            x, weight, rows.sizes, partition.platform, partition.kernel_cores
+        )
 
     def _shared(self, x: jax.Array, whole: Whole) -> jax.Array:
         """Returns what the expert adds that all tokens x (n, E) take."""

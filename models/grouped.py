@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +24,6 @@ MATRIX = 3 << 19
 GRADIENT = MATRIX // 2
 """Most columns of a tile on TPUs, and 16-bit numbers of a matrix in it, of which VMEM
 holds two; numbers of a gradient, which it holds three times in float32."""
-
-
-class Device(NamedTuple):
-    """What multiplies. platform: "cpu", "gpu" or "tpu".
-
-    cores: of a TPU's chip, that share a kernel's columns.
-    """
-
-    platform: str
-    cores: int = 1
 
 
 _FORWARD = lax.RaggedDotDimensionNumbers(
@@ -64,45 +53,47 @@ def check_platform(platform: str) -> None:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_product(
-    rows: jax.Array, weight: jax.Array, sizes: jax.Array, device: Device
+    rows: jax.Array, weight: jax.Array, sizes: jax.Array, platform: str, cores: int = 1
 ) -> jax.Array:
     """Multiplies rows (m, I), sorted by group, with weight (X, I, O): (m, O), as rows.
 
     Inside a `shard_map` that does not check what varies, as its kernels do not say it.
 
     weight: in any type; its gradient is summed in that, and that of rows in theirs.
-    sizes: int32 (X,), rows of each group.
+    sizes: int32 (X,), rows of each group. platform: "cpu", "gpu" or "tpu".
+    cores: of a TPU's chip, that share a kernel's columns.
     """
     # Cast here, and not outside of a loop over chunks of tokens: their gradients then
     # add up in the weight's own float32.
     weight = weight.astype(rows.dtype)
-    if device.cores > 1:
-        return _tpu_product(rows, weight, sizes, device.cores)
-    return _ragged_dot(device.platform)(rows, weight, sizes, _FORWARD)
+    if cores > 1:
+        return _tpu_product(rows, weight, sizes, cores)
+    return _ragged_dot(platform)(rows, weight, sizes, _FORWARD)
 
 
 def _forward(
-    rows: jax.Array, weight: jax.Array, sizes: jax.Array, device: Device
+    rows: jax.Array, weight: jax.Array, sizes: jax.Array, platform: str, cores: int
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return grouped_product(rows, weight, sizes, device), (rows, weight, sizes)
+    return grouped_product(rows, weight, sizes, platform, cores), (rows, weight, sizes)
 
 
 def _backward(
-    device: Device,
+    platform: str,
+    cores: int,
     residuals: tuple[jax.Array, jax.Array, jax.Array],
     dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, weight, sizes = residuals
     narrow = weight.astype(rows.dtype)
-    ragged_dot = _ragged_dot(device.platform)
-    if device.platform == "tpu":
-        dx = _tpu_product(dy, narrow, sizes, device.cores, transposes=True)
+    ragged_dot = _ragged_dot(platform)
+    if platform == "tpu":
+        dx = _tpu_product(dy, narrow, sizes, cores, transposes=True)
     else:
         dx = ragged_dot(dy, narrow, sizes, _OF_ROWS)
-    if device.cores > 1:
-        dw = _tpu_gradient(rows, dy, sizes, device.cores)
+    if cores > 1:
+        dw = _tpu_gradient(rows, dy, sizes, cores)
         return dx, dw.astype(weight.dtype), None
     dw = ragged_dot(rows, dy, sizes, _OF_WEIGHT, preferred_element_type=weight.dtype)
     return dx, dw, None

@@ -16,10 +16,8 @@ from models.rope import Rope, RopeScaling
 NORMS = "before", "after", "both"
 ACTIVATIONS = "silu", "gelu_tanh", "clamped"
 ROUTERS = "chosen", "all", "sigmoid"
-EXPERT_SIZES = (
-    *("experts", "experts_per_token", "shared_expert_size"),
-    *("dense_layers", "dense_feed_forward_size"),
-)
+EXPERT_SIZES = "experts", "experts_per_token", "shared_expert_size"
+EXPERT_SIZES += "dense_layers", "dense_feed_forward_size"
 """Sizes of a mixture of experts, 0 without one."""
 EXPERT_PARTS = "router", "expert_bias", "expert_scale", "shared_expert_gate"
 QK_NORMS = "", "head", "all"

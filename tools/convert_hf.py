@@ -100,9 +100,8 @@ def import_model(
             config = hf_config.model_config(fields)
             if fields["model_type"] in hf_config.WITH_IMAGES:
                 left_out = files.rename(names.text_name)
-            behind = draft_layers(hf_config.text_fields(fields))
-            drafts = tuple(names.LAYER.format(layer=number) for number in behind)
-            if count := len(files.rename(lambda x: not x.startswith(drafts) and x)):
+            drafts = draft_layers(hf_config.text_fields(fields))
+            if count := files.leave_out(drafts):
                 print(f"left out: {count} tensors of layers that draft tokens ahead")
             if widened := files.dequantise():
                 print(f"dequantised: {widened} tensors of MXFP4, which are float32 now")

@@ -44,9 +44,9 @@ def make_delta_attention(
 
     segment: tokens of a run whose terms the backward holds at a time, in XLA; 0 for
       all. The kernels hold those of a chunk.
-    implementation: None, or "pallas_tpu", for the kernels on a TPU, and the rule in XLA
-      where they do not apply; any other backend's name for XLA; or a function with the
-      signature of `gated_delta`, which gets q, k and v in the type of v.
+    implementation: None or "pallas_tpu" for the kernels on a TPU, in XLA where they do
+      not apply; another backend's name for XLA; or a function with the signature of
+      `gated_delta`, which gets q, k and v in the type of v.
 
     A device's tokens must be runs of consecutive ones, each as long at least as what
     the convolution reads before a token: contiguous shards, zigzag, or wide stripes.
@@ -56,8 +56,7 @@ def make_delta_attention(
       the state (B, H, D, V) float32 after the last token. qkv: q and k (B, T, K, D) and
       v (B, T, H, V), before their convolutions with `kernels`, in layout order.
       log_decay, beta: float32 (B, T, H), as of `gated_delta`. positions: int32 (B, T),
-      in the tokens' documents, whose first tokens see no token and no state before
-      them. out: (B, T, H, V), in the type of v.
+      in documents, whose first tokens see nothing before them. out: (B, T, H, V), as v.
     """
     if not callable(implementation):
         check_implementation(implementation)

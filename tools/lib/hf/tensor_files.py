@@ -5,7 +5,7 @@ Read slice by slice, each slice from the bytes that hold it; written file by fil
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from data.json_text import parse_json, read_json_object, short
 from tools.lib.hf import mxfp4
+from tools.lib.hf.names import LAYER
 from tools.lib.hf.names import TENSORS as WHOLE
 
 INDEX = "model.safetensors.index.json"
@@ -80,6 +81,14 @@ class TensorFiles:
                 kept[new] = tensor
         self._slices = kept
         return left_out
+
+    def leave_out(self, layers: Iterable[int]) -> int:
+        """Leaves out the tensors of these layers; returns how many."""
+        begins = tuple(LAYER.format(layer=number) for number in layers)
+        left_out = [name for name in self._slices if name.startswith(begins)]
+        for name in left_out:
+            del self._slices[name]
+        return len(left_out)
 
     def dequantise(self) -> int:
         """Makes one tensor of each pair that is one in MXFP4; returns how many.
