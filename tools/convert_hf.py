@@ -169,9 +169,7 @@ def export_model(
         source.check_alone(config, kept)
         source = source.alone(kept)
         model = source.model
-        base_model = original and str(original)
-        lora = model.config.lora
-        fields = adapters.config_fields(lora, base_model, source.is_whole)
+        fields = source.config_fields(original and str(original))
         form = adapters
         file_bytes = sys.maxsize  # PEFT reads one file
     else:

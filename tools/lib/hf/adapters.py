@@ -244,6 +244,10 @@ class Alone:
     parameters: Any
     is_whole: bool
 
+    def config_fields(self, base: str | None) -> dict[str, Any]:
+        """Returns adapter_config.json; base: as of the function."""
+        return config_fields(self.model.config.lora, base, self.is_whole)
+
     def restore(self, abstract: Any) -> Any:
         """Returns those of `abstract`; as of `SavedParameters`."""
         own = traverse_util.flatten_dict(self.parameters)
