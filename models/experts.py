@@ -246,7 +246,7 @@ class Experts(nnx.Module):
 
         def local(x: jax.Array, *shards: jax.Array) -> tuple[jax.Array, jax.Array]:
             named = dict(zip(weights, shards, strict=True))
-            # One product gives both: rows are read once, and their gradient is no sum.
+            # One product gives both: rows are read once, and so is their gradient made.
             gate_up = named.pop("gate"), named.pop("up")
             named["gate_up"] = jnp.concatenate(gate_up, -1)
             whole = {}

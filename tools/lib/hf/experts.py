@@ -31,7 +31,7 @@ def as_published(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_experts(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns our fields of experts that are no single number of a config.json.
+    """Returns our fields of experts that no field of a config.json holds as it is.
 
     values: its fields, with those that it lacks.
     """
