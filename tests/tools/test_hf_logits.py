@@ -13,6 +13,7 @@ from flax import nnx
 from kernels import masks
 from kernels.layouts import permute, unpermute
 from kernels.ring_attention import make_ring_attention
+from models import experts
 from models.attention import Attention
 from models.memory import Execution
 from models.rope import rotations
@@ -63,6 +64,38 @@ def test_logits_and_greedy_tokens_equal_transformers(name, ring, attention):
     assert followers.size == 32
     best = logits.argmax(axis=-1)[hf_models.PROMPT - 1 : -1]
     np.testing.assert_array_equal(best, followers)
+
+
+WITH_EXPERTS = [name for name in NAMES if hf_models.run_config(name).model.experts]
+NEAR = 1e-5
+"""Between the scores of two experts, which rounding may then exchange."""
+
+
+@pytest.mark.thorough(quick=1)
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_no_choice_of_experts_is_near_a_tie(name, monkeypatch):
+    """So logits that differ from transformers' are errors, and no other choices."""
+    gaps = []
+    route = experts.route
+
+    def watched(
+        logits: jax.Array, bias: jax.Array | None, router: str, count: int
+    ) -> experts.Routing:
+        scores = jax.nn.sigmoid(logits) if router == "sigmoid" else logits
+        best = jax.lax.top_k(scores if bias is None else scores + bias, count + 1)[0]
+        jax.debug.callback(gaps.append, best[:, -2] - best[:, -1])  # (tokens,)
+        return route(logits, bias, router, count)
+
+    monkeypatch.setattr(experts, "route", watched)
+    config = hf_models.run_config(name)
+    partition = partition_of(MeshShape())
+    model = TextRun(config, partition).model
+    tokens, _ = hf_models.expected(name)
+    parameters = hf_models.loaded(name, model, partition)
+    hf_models.logits(config, partition)(parameters, tokens)
+    jax.effects_barrier()
+    assert len(gaps) == model.config.num_layers - model.config.dense_layers
+    assert np.min(gaps) > NEAR
 
 
 # The attention of gpt-oss as a layer: its sinks, windows, biases and YaRN.
