@@ -365,7 +365,7 @@ class Experts(nnx.Module):
     def _multiply(self, x: jax.Array, weight: jax.Array, rows: _Rows) -> jax.Array:
         partition = self.partition
         return grouped_product(
-            x, weight, rows.sizes, partition.platform, partition.kernel_cores
+            x, weight, rows.sizes, partition.platform, partition.kernel_units
         )
 
     def _shared(self, x: jax.Array, whole: Whole) -> jax.Array:

@@ -19,12 +19,21 @@ ROWS = 256
 """Of a tile on a TPU's core; half of them on each of two. A tile with rows of two
 groups is computed for both."""
 
-MOST_COLUMNS = 1536
-MATRIX = 3 << 19
-GRADIENT = MATRIX // 2
-"""Most columns of a tile on TPUs, and 16-bit numbers of a matrix in it, of which VMEM
-holds two; numbers of a gradient, which it holds three times in float32."""
+MOST_COLUMNS = 2048
+"""Of a tile on TPUs."""
 
+MATRICES = {128: 3 << 19, 256: 13 << 18}
+GRADIENTS = {128: 3 << 18, 256: 3 << 19}
+"""Most 16-bit numbers of a matrix in a tile on TPUs, of which VMEM holds two, and of a
+gradient, which it holds three times in float32; by the side of a matrix unit. Chips
+with the wider units let a kernel have 32 MiB, others 16."""
+
+EDGE = 256
+"""Numbers of a matrix that take as long as one more input or column of a tile: to load
+its rows, and to begin. So tiles are wide both ways."""
+
+Units = tuple[int, int]
+"""Of a TPU: the cores that share a kernel's columns, and the side of a matrix unit."""
 
 _FORWARD = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())),
@@ -55,7 +64,11 @@ def check_platform(platform: str) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_product(
-    rows: jax.Array, weight: jax.Array, sizes: jax.Array, platform: str, cores: int = 1
+    rows: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    platform: str,
+    units: Units | None = None,
 ) -> jax.Array:
     """Multiplies rows (m, I), sorted by group, with weight (X, I, O): (m, O), as rows.
 
@@ -63,38 +76,40 @@ def grouped_product(
 
     weight: in any type; its gradient is summed in that, and that of rows in theirs.
     sizes: int32 (X,), rows of each group. platform: "cpu", "gpu" or "tpu".
-    cores: of a TPU's chip, that share a kernel's columns.
+    units: of a TPU, for JAX's kernels; None for XLA's product, which XLA can shard.
     """
     # Cast here, and not outside of a loop over chunks of tokens: their gradients then
     # add up in the weight's own float32.
     weight = weight.astype(rows.dtype)
-    if cores > 1:
-        return _tpu_product(rows, weight, sizes, cores)
+    if units is not None:
+        return _tpu_product(rows, weight, sizes, units)
     return _ragged_dot(platform)(rows, weight, sizes, _FORWARD)
 
 
 def _forward(
-    rows: jax.Array, weight: jax.Array, sizes: jax.Array, platform: str, cores: int
+    rows: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    platform: str,
+    units: Units | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return grouped_product(rows, weight, sizes, platform, cores), (rows, weight, sizes)
+    return grouped_product(rows, weight, sizes, platform, units), (rows, weight, sizes)
 
 
 def _backward(
     platform: str,
-    cores: int,
+    units: Units | None,
     residuals: tuple[jax.Array, jax.Array, jax.Array],
     dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, weight, sizes = residuals
     narrow = weight.astype(rows.dtype)
-    ragged_dot = _ragged_dot(platform)
-    if platform == "tpu":
-        dx = _tpu_product(dy, narrow, sizes, cores, transposes=True)
-    else:
-        dx = ragged_dot(dy, narrow, sizes, _OF_ROWS)
-    if cores > 1:
-        dw = _tpu_gradient(rows, dy, sizes, cores)
+    if units is not None:
+        dx = _tpu_product(dy, narrow, sizes, units, transposes=True)
+        dw = _tpu_gradient(rows, dy, sizes, units)
         return dx, dw.astype(weight.dtype), None
+    ragged_dot = _ragged_dot(platform)
+    dx = ragged_dot(dy, narrow, sizes, _OF_ROWS)
     dw = ragged_dot(rows, dy, sizes, _OF_WEIGHT, preferred_element_type=weight.dtype)
     return dx, dw, None
 
@@ -114,34 +129,36 @@ def _tpu_product(
     rows: jax.Array,
     weight: jax.Array,
     sizes: jax.Array,
-    cores: int,
+    units: Units,
     *,
     transposes: bool = False,
 ) -> jax.Array:
     """Multiplies rows (m, I) with weight (X, I, O): (m, O), as rows.
 
-    In JAX's kernel, with our tiles: XLA's own has a weight copied that it reads
-    transposed, and cuts columns into numbers of tiles that two cores cannot share.
+    In JAX's kernel, with our tiles. XLA's own is as fast in the same tiles, but takes
+    others, in which a third of its columns may be empty or one of two cores idle, and
+    has a weight copied that it reads transposed.
 
     transposes: of rows (m, O) and weight (X, I, O) to (m, I).
     """
+    cores, side = units
     inputs, outputs = weight.shape[1:]
     if transposes:
         inputs, outputs = outputs, inputs
-    columns = _columns(outputs, cores)
-    most = MATRIX * 2 // rows.dtype.itemsize // columns
-    tiling = ROWS // cores, _inputs(inputs, most), columns
+    most = MATRICES[side] * 2 // rows.dtype.itemsize
+    tiling = ROWS // cores, *_matrix_tile(inputs, outputs, most, units)
     padded = _whole_tiles(rows, tiling[0])
     y = gmm(padded, weight, sizes, rows.dtype, tiling, transpose_rhs=transposes)
     return y[: len(rows)]
 
 
 def _tpu_gradient(
-    rows: jax.Array, dy: jax.Array, sizes: jax.Array, cores: int
+    rows: jax.Array, dy: jax.Array, sizes: jax.Array, units: Units
 ) -> jax.Array:
     """Sums the products of rows (m, I) and dy (m, O) by group: float32 (X, I, O)."""
-    columns = _columns(dy.shape[1], cores)
-    tiling = ROWS // cores, _inputs(rows.shape[1], GRADIENT // columns), columns
+    cores, side = units
+    tile = _matrix_tile(rows.shape[1], dy.shape[1], GRADIENTS[side], units)
+    tiling = ROWS // cores, *tile
     transposed = _whole_tiles(rows, tiling[0]).swapaxes(0, 1)  # the kernel undoes it
     padded = _whole_tiles(dy, tiling[0])
     with jax.numpy_dtype_promotion("standard"):  # in which the kernel is written
@@ -153,12 +170,23 @@ def _whole_tiles(rows: jax.Array, tile: int) -> jax.Array:
     return jnp.pad(rows, ((0, -len(rows) % tile), (0, 0)))
 
 
-def _columns(size: int, cores: int) -> int:
-    """Returns the columns of a tile, of which all cores compute as many."""
-    if size <= LANES:
-        return size
-    tiles = range(MOST_COLUMNS, 2 * LANES, -LANES)
-    return min(tiles, key=lambda tile: -(-size // (cores * tile)) * tile)
+def _matrix_tile(inputs: int, outputs: int, most: int, units: Units) -> tuple[int, int]:
+    """Returns inputs and columns of the tiles that a core is soonest done with.
+
+    Each core computes as many columns. most: numbers of a tile.
+    """
+    cores, side = units
+
+    def cost(columns: int) -> int:
+        tile = _inputs(inputs, most // columns)
+        tiles = -(-inputs // tile) * -(-outputs // (cores * columns))
+        return tiles * (tile * columns + EDGE * (tile + columns))
+
+    if outputs <= LANES:
+        columns = outputs
+    else:
+        columns = min(range(MOST_COLUMNS, 2 * LANES, -side), key=cost)
+    return _inputs(inputs, most // columns), columns
 
 
 def _inputs(size: int, most: int) -> int:

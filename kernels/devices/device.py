@@ -4,6 +4,8 @@ import re
 
 import jax
 
+from . import chips
+
 
 def device_kind() -> str:
     """Returns its kind, as "TPU v4" or "NVIDIA H200".
@@ -26,6 +28,13 @@ def kernel_cores(kind: str | None = None) -> int:
     kind: of `device_kind`, which it is by default.
     """
     return 2 if (kind or device_kind()) in ("TPU v4", "TPU v5", "TPU v5p") else 1
+
+
+def matrix_unit(kind: str) -> int:
+    """Returns the side of a matrix unit of a TPU of this kind, as "TPU v5p"."""
+    chip = chips.find(kind)
+    # The table counts units of 128 x 128: 4 of a core, or 16 where they are wide.
+    return 256 if chip and chip.matrix_units == 16 else 128
 
 
 def rings_both_ways(kind: str | None = None) -> bool:

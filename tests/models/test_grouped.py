@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from models.grouped import GRADIENT, MATRIX, _columns, _inputs, grouped_product
+from models.grouped import GRADIENTS, MATRICES, _matrix_tile, grouped_product
 from tests.small.models import assert_same
 
 # Rows, inputs, outputs, and rows of each group.
@@ -18,9 +18,9 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("device", [("cpu", 1), ("tpu", 1), ("tpu", 2)])
+@pytest.mark.parametrize("units", [None, (1, 128), (1, 256), (2, 128)])
 @pytest.mark.parametrize("case", CASES)
-def test_products_and_gradients_are_those_of_each_group(case, device):
+def test_products_and_gradients_are_those_of_each_group(case, units):
     rows, inputs, outputs, sizes = CASES[case]
     rng = np.random.default_rng(7)
     x = rng.normal(size=(rows, inputs))
@@ -28,9 +28,8 @@ def test_products_and_gradients_are_those_of_each_group(case, device):
     dy = rng.normal(size=(rows, outputs))
 
     def ours(x: jax.Array, weight: jax.Array) -> jax.Array:
-        platform, cores = device
         groups = jnp.array(sizes, jnp.int32)
-        return grouped_product(x, weight, groups, platform, cores)
+        return grouped_product(x, weight, groups, "tpu", units)
 
     with pltpu.force_tpu_interpret_mode():
         operands = [jnp.asarray(v, jnp.float32) for v in (x, weight, dy)]
@@ -45,18 +44,26 @@ def test_products_and_gradients_are_those_of_each_group(case, device):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "cores", "tile"),
+    ("inputs", "outputs", "units", "tile", "of_gradient"),
     [
-        (2048, 1536, 2, (2048, 768)),  # Qwen3-30B-A3B: two cores take as many
-        (2048, 1536, 1, (1024, 1536)),
-        (768, 2048, 2, (768, 1024)),
-        (2880, 5760, 2, (1024, 1536)),  # gpt-oss: no multiple of 128 divides them
-        (16, 2048, 2, (16, 1024)),
-        (2048, 16, 2, (2048, 16)),
+        # Qwen3-30B-A3B: two cores take as many columns
+        (2048, 1536, (2, 128), (2048, 768), (1024, 768)),
+        (2048, 1536, (1, 128), (1024, 1536), (1024, 768)),
+        (2048, 1536, (1, 256), (2048, 1536), (1024, 1536)),
+        (768, 2048, (2, 128), (768, 1024), (768, 1024)),
+        (768, 2048, (1, 256), (768, 2048), (768, 2048)),
+        # gpt-oss: no multiple of 128 divides 2880
+        (2880, 5760, (2, 128), (1024, 1536), (768, 1024)),
+        (2880, 5760, (1, 256), (2880, 1024), (1024, 1536)),
+        (16, 2048, (2, 128), (16, 1024), (16, 1024)),
+        (2048, 16, (2, 128), (2048, 16), (2048, 16)),
     ],
 )
-def test_tiles_fit_into_memory_and_leave_no_core_idle(inputs, outputs, cores, tile):
-    columns = _columns(outputs, cores)
-    assert (_inputs(inputs, MATRIX // columns), columns) == tile
-    assert _inputs(inputs, GRADIENT // columns) * columns <= GRADIENT
-    assert -(-outputs // columns) % cores == 0 or outputs <= 128
+def test_tiles_fit_into_memory_and_leave_no_core_idle(
+    inputs, outputs, units, tile, of_gradient
+):
+    cores, side = units
+    assert _matrix_tile(inputs, outputs, MATRICES[side], units) == tile
+    assert _matrix_tile(inputs, outputs, GRADIENTS[side], units) == of_gradient
+    assert np.prod(tile) <= MATRICES[side] and np.prod(of_gradient) <= GRADIENTS[side]
+    assert -(-outputs // tile[1]) % cores == 0 or outputs <= 128

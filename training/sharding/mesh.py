@@ -25,7 +25,7 @@ from jax.sharding import (
     PartitionSpec,
 )
 
-from kernels.devices.device import kernel_cores
+from kernels.devices.device import kernel_cores, matrix_unit
 from kernels.devices.slices import lay_out
 from kernels.devices.torus import is_closed, pairs_along
 from training.sharding.gathers import Stages, Way, gather, multiply
@@ -174,10 +174,12 @@ class Partition:
         return device.platform if device else "cpu"
 
     @property
-    def kernel_cores(self) -> int:
-        """TensorCores of a device that share a kernel's work."""
+    def kernel_units(self) -> tuple[int, int] | None:
+        """Cores that share a kernel, and the side of their matrix units; of TPUs."""
         device = self.mesh.abstract_mesh.abstract_device
-        return kernel_cores(device.device_kind) if device else 1
+        if device is None or device.platform != "tpu":
+            return None
+        return kernel_cores(device.device_kind), matrix_unit(device.device_kind)
 
     @property
     def ring_size(self) -> int:

@@ -21,9 +21,9 @@ class StationaryPartition(Partition):
     """
 
     @property
-    def kernel_cores(self) -> int:
-        """None share a kernel: XLA cannot cut those of JAX by the parameters' axes."""
-        return 1
+    def kernel_units(self) -> None:
+        """None: XLA cannot cut kernels by the parameters' axes."""
+        return None
 
     def over_shards(
         self,
