@@ -31,8 +31,23 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# Every compiled program takes some of the 65,530 mappings that Linux gives a process,
+# and LLVM ends it when there are none left.
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 25_000
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tiers)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Drops compiled programs after a file that leaves too many of them."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
