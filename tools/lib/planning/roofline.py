@@ -43,7 +43,7 @@ where a program has several of JAX's, XLA names them after their caller."""
 
 GROUPED = {2: 1.1, 3: 1.4}
 """Cycles of a grouped product over those at the peak, by axes of its result: rows, or a
-gradient of weights. Counted in bundles of v5p, v6e and TPU7x (1.0 to 1.2, 1.2 to 1.6);
+gradient of weights. Counted in bundles of v5p, v6e and TPU7x (0.8 to 1.3, 1.2 to 1.5);
 of GPUs taken to be the same."""
 
 _BATCH = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
