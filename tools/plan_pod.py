@@ -25,6 +25,7 @@ with --devices=1 --config.mesh.ring=1. A system that does not fit ends with an e
 
 import argparse
 import functools
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -214,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = parser.parse_known_args(arguments)
     # Compiles for an AOT topology: the devices of this machine do not matter.
     jax.config.update("jax_platforms", "cpu")
+    # tokamax warns of each product for whose shape it has no tuned tiles.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         run(options, read_config(rest))
     except TooLarge as error:
