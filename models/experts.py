@@ -16,12 +16,9 @@ from jax import lax
 
 from models.chunks import scan_chunks
 from models.grouped import check_platform, grouped_product
-from models.layers import GATES, INITIAL_STDDEV, RMSNorm, matrix, zeros
+from models.layers import INITIAL_STDDEV, RMSNorm, glu, matrix, zeros
 from models.memory import RESIDUAL, Axes, Partition
 from models.sizes import DecoderConfig
-
-CLAMP, SHARPNESS = 7.0, 1.702
-"""Of the activation of gpt-oss: the largest gate, and the factor in its sigmoid."""
 
 FORMS: dict[str, Axes] = {
     "router": ("embed", None),
@@ -166,6 +163,16 @@ _sorted.defvjp(
     lambda weights, rows: (_sorted(weights, rows), rows),
     lambda rows, dy: (dy[rows.ranks].T, None),
 )
+
+
+def _biases(shares: jax.Array, bias: jax.Array) -> jax.Array:
+    """Sums the experts' biases (X, F) by the shares (m, X) of each row: (m, F).
+
+    A product, as the gradient of a look-up would be a scatter. It has a batch axis, of
+    one, or the policies that keep products would keep it, as large as all rows.
+    """
+    dims = ((2,), (1,)), ((0,), (0,))
+    return lax.dot_general(shares[None], bias[None], dims, precision="highest")[0]
 
 
 class Experts(nnx.Module):
@@ -318,7 +325,7 @@ class Experts(nnx.Module):
         experts = self.config.experts
         rows = _Rows.of(chosen, experts)
         gate, up = self._gate_and_up(_spread(x, rows), whole, rows)
-        hidden = gated(self.config.activation, gate, up)  # float32 (K · n, F)
+        hidden = glu(self.config.activation, gate, up)  # float32 (K · n, F)
         # Weighted here: so the gradient of the weights needs no result of down.
         hidden *= _sorted(weights, rows)[:, None]
         hidden = hidden.astype(x.dtype)
@@ -326,7 +333,7 @@ class Experts(nnx.Module):
         y = _combine(self._adapted(down, hidden, whole, "down", rows), rows)
         if "down_bias" in whole:
             shares = jax.nn.one_hot(chosen, experts) * weights[..., None]  # (n, K, X)
-            added = jnp.dot(shares.sum(1), whole["down_bias"], precision="highest")
+            added = _biases(shares.sum(1), whole["down_bias"])  # (n, E)
             # Of one of the devices whose parts are summed.
             is_first = self.partition.shard_number("mlp") == 0
             y += jnp.where(is_first, added, 0).astype(x.dtype)
@@ -343,11 +350,9 @@ class Experts(nnx.Module):
         for name, part in zip(("gate", "up"), jnp.split(both, 2, -1), strict=True):
             part = self._adapted(part, x, whole, name, rows)
             if f"{name}_bias" in whole:
-                # A product, as the gradient of a look-up would be a scatter.
-                is_expert = jax.nn.one_hot(
-                    rows.expert, self.config.experts, dtype=x.dtype
-                )
-                part += jnp.dot(is_expert, whole[f"{name}_bias"].astype(x.dtype))
+                bias = whole[f"{name}_bias"].astype(x.dtype)
+                is_expert = jax.nn.one_hot(rows.expert, len(bias), dtype=x.dtype)
+                part += _biases(is_expert, bias)
             parts.append(part)
         gate, up = parts
         return gate, up
@@ -372,7 +377,7 @@ class Experts(nnx.Module):
         """Returns what the expert adds that all tokens x (n, E) take."""
         gate = jnp.dot(x, whole["shared_gate"].astype(x.dtype))
         up = jnp.dot(x, whole["shared_up"].astype(x.dtype))
-        hidden = gated(self.config.activation, gate, up)
+        hidden = glu(self.config.activation, gate, up)
         if "shared_weight" in whole:
             weight = jnp.dot(
                 x,
@@ -381,17 +386,3 @@ class Experts(nnx.Module):
             )  # (n, 1)
             hidden *= jax.nn.sigmoid(weight)
         return jnp.dot(hidden.astype(x.dtype), whole["shared_down"].astype(x.dtype))
-
-
-def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns the hidden numbers of a feed-forward, in float32.
-
-    "clamped": (min(up, 7, at least -7) + 1) · g · sigmoid(1.702 g), of min(gate, 7), as
-    gpt-oss has it.
-    """
-    gate = gate.astype(jnp.float32)
-    up = up.astype(jnp.float32)
-    if activation != "clamped":
-        return GATES[activation](gate) * up
-    gate = jnp.minimum(gate, CLAMP)
-    return (jnp.clip(up, -CLAMP, CLAMP) + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)

@@ -26,6 +26,23 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 """By `DecoderConfig.activation`."""
 
+CLAMP, SHARPNESS = 7.0, 1.702
+"""Of the activation of gpt-oss: the largest gate, and the factor in its sigmoid."""
+
+
+def glu(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the hidden numbers of a feed-forward, in float32.
+
+    "clamped": (min(up, 7, at least -7) + 1) · g · sigmoid(1.702 g), of min(gate, 7), as
+    gpt-oss has it.
+    """
+    gate = gate.astype(jnp.float32)
+    up = up.astype(jnp.float32)
+    if activation != "clamped":
+        return GATES[activation](gate) * up
+    gate = jnp.minimum(gate, CLAMP)
+    return (jnp.clip(up, -CLAMP, CLAMP) + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)
+
 
 def matrix(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple, stddev: float

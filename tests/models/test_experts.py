@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.experts import CLAMP, SHARPNESS, Experts, route
+from models.experts import Experts, route
 from models.grouped import check_platform
+from models.layers import CLAMP, SHARPNESS
 from models.lora import Lora
+from models.memory import remat
 from models.sizes import DecoderConfig
 from tests.small.models import Run, assert_same, budget_gib, partition_of
 from training.sharding.mesh import MeshShape, Partition
@@ -217,3 +219,18 @@ def test_optimizers_of_single_matrices_are_refused(name):
 def test_parts_that_do_not_go_together_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(SIZES, **changes)
+
+
+def test_biases_of_experts_are_not_kept_for_the_backward():
+    """They are products with parameters, of which others are; but as large as rows."""
+    module = made(OSS, partition_of(MeshShape()))
+    structure, parameters = nnx.split(module)
+
+    def added(parameters: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(structure, parameters)(x)[0]
+
+    _, backward = jax.vjp(remat(added, "products"), parameters, X.astype(np.float32))
+    kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
+    assert (16, 6) in kept  # the router's logits
+    for rows in (32, 12), (16, 16):  # of gate or up, and of down
+        assert rows not in kept
