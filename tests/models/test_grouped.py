@@ -7,7 +7,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from models.grouped import GRADIENTS, MATRICES, _matrix_tile, grouped_product
-from tests.small.models import assert_same
+from tests.small.models import assert_same, partition_of
+from tools.lib.compiled.pods import tpu_devices
+from training.sharding.mesh import MeshShape, Partition, make_mesh
+from training.sharding.stationary import StationaryPartition
 
 # Rows, inputs, outputs, and rows of each group.
 CASES = {
@@ -18,7 +21,7 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("units", [None, (1, 128), (1, 256), (2, 128)])
+@pytest.mark.parametrize("units", [None, (1, 256), (2, 128)])
 @pytest.mark.parametrize("case", CASES)
 def test_products_and_gradients_are_those_of_each_group(case, units):
     rows, inputs, outputs, sizes = CASES[case]
@@ -67,3 +70,22 @@ def test_tiles_fit_into_memory_and_leave_no_core_idle(
     assert _matrix_tile(inputs, outputs, GRADIENTS[side], units) == of_gradient
     assert np.prod(tile) <= MATRICES[side] and np.prod(of_gradient) <= GRADIENTS[side]
     assert -(-outputs // tile[1]) % cores == 0 or outputs <= 128
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("topology", "units"),
+    [
+        ("v5p:2x2x1", (2, 128)),
+        ("v5e:2x2", (1, 128)),
+        ("v6e:2x2", (1, 256)),
+        ("tpu7x:2x2x1", (1, 256)),
+    ],
+)
+def test_kernels_are_given_the_units_of_their_chip(topology, units):
+    devices = tpu_devices(topology)
+    mesh = make_mesh(MeshShape(ring=len(devices)), devices)
+    assert Partition(mesh).kernel_units == units
+    # XLA shards the products of generation, and those of CPUs.
+    assert StationaryPartition(mesh).kernel_units is None
+    assert partition_of(MeshShape()).kernel_units is None
