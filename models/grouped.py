@@ -29,8 +29,8 @@ gradient, which it holds three times in float32; by the side of a matrix unit. C
 with the wider units let a kernel have 32 MiB, others 16."""
 
 EDGE = 256
-"""Numbers of a matrix that take as long as one more input or column of a tile: to load
-its rows, and to begin. So tiles are wide both ways."""
+"""Cost of each input and column of a tile, in numbers of a matrix: to load them, and to
+start the step. It keeps tiles from being narrow."""
 
 Units = tuple[int, int]
 """Of a TPU: the cores that share a kernel's columns, and the side of a matrix unit."""
@@ -171,7 +171,7 @@ def _whole_tiles(rows: jax.Array, tile: int) -> jax.Array:
 
 
 def _matrix_tile(inputs: int, outputs: int, most: int, units: Units) -> tuple[int, int]:
-    """Returns inputs and columns of the tiles that a core is soonest done with.
+    """Returns inputs and columns of the tiles that take a core the least time.
 
     Each core computes as many columns. most: numbers of a tile.
     """
