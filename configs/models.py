@@ -41,7 +41,7 @@ Hardware: v5p:4x4x4, v6e:8x8, tpu7x:4x4x4, v5e:4x8, a host of H200s, or a TPU v4
   of as many chips; others with --config.mesh.ring=DEVICES.
 Expected: planned and not run; see results/2026-11-23-families.md and
   results/2026-11-23-fine-tuning.md; olmo3_7b in results/2026-11-28-olmo3.md; models
-  with experts in results/2026-11-29-experts.md, gpt_oss_20b/v5p on 8 chips alone.
+  with experts in results/2026-11-29-experts.md (gpt_oss_20b/v5p on 8 chips, not 64).
 """
 
 from typing import Any

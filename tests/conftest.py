@@ -32,7 +32,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 # Every compiled program takes some of the 65,530 mappings that Linux gives a process,
-# and LLVM ends it when there are none left.
+# and LLVM ends the process once all are taken.
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 25_000
 

@@ -77,7 +77,7 @@ FAR = Sizes(TILE, TILE, 1, 1, 256, 1, SCALE * LOG2_E, None, TILE, TILE)
 
 
 def last_tile(tokens: int) -> np.ndarray:
-    """Returns ranges of one tile, the last of so many tokens, which is partial."""
+    """Returns the ranges of the last tile of a sequence, which is partial."""
     return np.array([tokens // TILE - 1, *[tokens // TILE] * 3], np.int32)
 
 
@@ -93,7 +93,10 @@ def far_step(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def attended_keys(step: list[np.ndarray], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns out and lse of queries that see the last 16 of so many keys."""
+    """Returns out and lse of 16 queries that see the last 16 keys.
+
+    tokens: keys in all.
+    """
     q, k, v, _ = step
     end = np.full((1, TILE), tokens, np.int32)
     bounds = np.stack([end - TILE, end])
@@ -107,18 +110,13 @@ def attended_keys(step: list[np.ndarray], tokens: int) -> tuple[np.ndarray, np.n
     return out, lse
 
 
-def test_keys_at_the_end_of_a_long_sequence_are_found(rng):
-    step = far_step(rng)
-    far = attended_keys(step, TOKENS)
-    for got, want in zip(far, attended_keys(step, TILE), strict=True):
-        assert want.any()
-        np.testing.assert_array_equal(got, want)
-
-
 def gradients_of_queries(
     step: list[np.ndarray], tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns dk and dv by the last 16 of so many queries, which see all keys."""
+    """Returns dk and dv by the last 16 queries, which see all 16 keys.
+
+    tokens: queries in all.
+    """
     q, k, v, do = step
     seen = np.zeros((1, TILE), np.int32), np.full((1, TILE), TILE, np.int32)
     _, lse = reference.forward(q, k, v, *seen, scale=SCALE)
@@ -136,12 +134,13 @@ def gradients_of_queries(
     return dk, dv
 
 
-def test_queries_at_the_end_of_a_long_sequence_are_found(rng):
+@pytest.mark.parametrize("results", [attended_keys, gradients_of_queries])
+def test_tiles_at_the_end_of_a_long_sequence_are_found(results, rng):
+    """As the same tiles alone, to the bit: only offsets differ."""
     step = far_step(rng)
-    far = gradients_of_queries(step, TOKENS)
-    for got, want in zip(far, gradients_of_queries(step, TILE), strict=True):
-        assert want.any()
-        np.testing.assert_array_equal(got, want)
+    for far, near in zip(results(step, TOKENS), results(step, TILE), strict=True):
+        assert near.any()
+        np.testing.assert_array_equal(far, near)
 
 
 def test_without_jax_triton_it_is_not_implemented(monkeypatch):
